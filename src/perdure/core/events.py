@@ -1,0 +1,54 @@
+"""One canonical line per unit of work: ``name key=value …`` with the fixed fields declared here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+FIELDS = MappingProxyType(
+    {
+        "run_started": ("run", "incarnation", "recipe"),
+        "run_finished": ("run", "incarnation", "global_step", "digest"),
+        "claimed": ("incarnation", "parent", "took_over"),
+        "log_tail_cut": ("incarnation", "stream", "segment", "bytes"),
+        "log_damaged": ("incarnation", "stream", "segment", "offset"),
+        "log_committed": ("records", "bytes", "fsync_ms"),
+        "checkpoint_staged": ("step", "blocked_ms", "bytes"),
+        "checkpoint_committed": ("step", "name", "write_ms", "bytes"),
+        "checkpoint_skipped": ("step", "reason"),
+        "checkpoint_damaged": ("name", "file", "reason"),
+        "checkpoint_collected": ("names",),
+        "restored": ("name", "step"),
+        "redo_started": ("from_step", "to_step"),
+        "redone": ("global_step", "digest", "equal"),
+        "redo_finished": ("steps", "seconds"),
+        "warm_start": ("step", "loss", "seconds"),
+        "step": ("global_step", "reward", "seconds"),
+        "published": ("version", "digest", "seconds"),
+        "evaluated": ("global_step", "accuracy", "seconds"),
+        "warning": ("message",),
+    }
+)
+"""Event name → its required fields, in the order they are printed."""
+
+EventSink = Callable[[str, dict[str, object]], None]
+"""Receives ``(name, fields)``; ``ignore_events`` drops them."""
+
+
+def format_event(name: str, fields: dict[str, object]) -> str:
+    """One line, declared fields first. Raises ``KeyError`` for an unknown name or a missing field."""
+    declared = FIELDS[name]
+    parts = [f"{key}={_text(fields[key])}" for key in declared]
+    parts += [f"{key}={_text(value)}" for key, value in fields.items() if key not in declared]
+    return " ".join([name, *parts])
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def ignore_events(name: str, fields: dict[str, object]) -> None:
+    """A sink for callers that do not listen."""
+    del name, fields

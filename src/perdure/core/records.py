@@ -1,0 +1,478 @@
+"""The records of the experience log, as values. Their byte layout is in ``docs/formats/log.md``.
+
+Control records are small and ordered; payload records carry arrays. Each record has an idempotency
+key: inside the kept lineage the first record of a key counts and later ones are ignored, so any
+append may be repeated after a crash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import typing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from perdure.core.ids import (
+    GlobalStep,
+    GroupId,
+    IncarnationNumber,
+    LocalUpdate,
+    LogPosition,
+    OptimizerStep,
+    PayloadRef,
+    PolicyVersion,
+    SessionId,
+    UpdateId,
+)
+
+
+class RecordType(enum.IntEnum):
+    """Number of a record type in the record header. Numbers are never reused."""
+
+    SEGMENT_OPENED = 1
+    INCARNATION_STARTED = 2
+    SUBMITTED = 3
+    SESSION_DONE = 4
+    GROUP_SETTLED = 5
+    PARTIAL = 6
+    TOOL_RESULT = 7
+    TAKEN = 8
+    STEP_DONE = 9
+    REDONE = 10
+    PUBLISHED = 11
+    EVICTED = 12
+    REFILLED = 13
+    CHECKPOINTED = 14
+    COLLECT = 15
+    EVALUATED = 16
+    PHASE_STEP = 17
+    UPDATE_FAILED = 18
+    CLOSED = 19
+    TRAJECTORY = 101
+    PARTIAL_TOKENS = 102
+    TRANSITIONS = 103
+
+
+class Stream(enum.Enum):
+    """The two streams of an incarnation's log."""
+
+    CONTROL = "control"
+    PAYLOAD = "payload"
+
+
+class GroupOutcome(enum.Enum):
+    """How a prompt group became terminal."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class EvictionReason(enum.Enum):
+    """Why a group left without being trained."""
+
+    AGE = "age"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    VERSION_SPAN = "version_span"
+    VERSION_LAG = "version_lag"
+    POISON = "poison"
+    ABANDONED = "abandoned"
+
+
+class StopReason(enum.Enum):
+    """Why generation of a session ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentOpened:
+    """First record of every segment file; chains it to the segment before it in its stream.
+
+    ``previous_length`` and ``previous_checksum`` (xxh3-64 of the whole file) are 0 in the first
+    segment of a stream.
+    """
+
+    type: ClassVar[RecordType] = RecordType.SEGMENT_OPENED
+    run_id: str
+    incarnation: IncarnationNumber
+    stream: Stream
+    segment: int
+    previous_length: int = 0
+    previous_checksum: int = 0
+
+    def key(self) -> str:
+        return f"segment/{self.incarnation}/{self.stream.value}/{self.segment}"
+
+
+@dataclass(frozen=True, slots=True)
+class IncarnationStarted:
+    """First control record of an incarnation after ``SegmentOpened``: which lineage it goes on from.
+
+    ``base_position`` is None when the whole log of ``parent`` is kept (the usual resume). When it is
+    set, decisions (taken, step_done, redone, published, evicted, refilled, checkpointed, evaluated,
+    phase_step, update_failed) of the parent lineage that end beyond it are void, and the experience
+    they used becomes available again; a fresh start has ``parent`` 0.
+    """
+
+    type: ClassVar[RecordType] = RecordType.INCARNATION_STARTED
+    incarnation: IncarnationNumber
+    parent: IncarnationNumber
+    base_checkpoint: str = ""
+    base_position: LogPosition | None = None
+    redo_until: UpdateId | None = None
+    config_digest: str = ""
+
+    def key(self) -> str:
+        return f"incarnation/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A prompt group enters the run. The prompt is stored, so the data set is not needed again."""
+
+    type: ClassVar[RecordType] = RecordType.SUBMITTED
+    group: GroupId
+    submitted_step: GlobalStep
+    sessions: int
+    prompt_ids: tuple[int, ...]
+    task: str
+    """Name of the task whose verifier judges the answers."""
+    answer: str
+    """What the verifier needs, as text (JSON for structured tasks)."""
+    dataset_digest: str
+    data_index: int
+    """Position in the data order; the frontier of these is the data position of the run."""
+
+    def key(self) -> str:
+        return f"submitted/{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDone:
+    """A session ended and its reward is settled; its tokens lie in ``payload``."""
+
+    type: ClassVar[RecordType] = RecordType.SESSION_DONE
+    session: SessionId
+    payload: PayloadRef
+    reward: float
+    stop_reason: StopReason
+    tokens: int
+    """Number of generated tokens."""
+    first_version: PolicyVersion
+    last_version: PolicyVersion
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named components of the reward, e.g. ``{"correct": 1.0}``."""
+
+    def key(self) -> str:
+        return f"session_done/{self.session.key()}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSettled:
+    """A group is terminal."""
+
+    type: ClassVar[RecordType] = RecordType.GROUP_SETTLED
+    group: GroupId
+    outcome: GroupOutcome
+    reason: str = ""
+
+    def key(self) -> str:
+        return f"group_settled/{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Tokens ``start`` (inclusive) to ``end`` (exclusive) of an unfinished session are durable."""
+
+    type: ClassVar[RecordType] = RecordType.PARTIAL
+    session: SessionId
+    start: int
+    end: int
+    payload: PayloadRef
+
+    def key(self) -> str:
+        return f"partial/{self.session.key()}/{self.start}"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """The journaled result of a tool call, written before it is used."""
+
+    type: ClassVar[RecordType] = RecordType.TOOL_RESULT
+    session: SessionId
+    turn: int
+    call: int
+    tool: str
+    result: str
+
+    def key(self) -> str:
+        return f"tool_result/{self.session.key()}/{self.turn}/{self.call}"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The ordered groups of one local update, durable before the update starts."""
+
+    type: ClassVar[RecordType] = RecordType.TAKEN
+    update: UpdateId
+    groups: tuple[int, ...]
+    config_digest: str
+    reference_digest: str = ""
+    tokenizer_digest: str = ""
+
+    def key(self) -> str:
+        return f"taken/{self.update.key()}"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A global step's updates are complete."""
+
+    type: ClassVar[RecordType] = RecordType.STEP_DONE
+    global_step: GlobalStep
+    digest: str
+    """Digest of the learner's whole state: weights, optimizer, scheduler, counters."""
+    policy_digest: str
+    optimizer_step: OptimizerStep
+    metrics: dict[str, float]
+    """Deterministic metrics of the step (no wall-clock values)."""
+    timings_s: dict[str, float]
+    """Wall-clock durations in seconds; left out of every comparison."""
+    skipped: tuple[str, ...] = ()
+    """Mini-batches skipped or stopped early, as ``local_update/epoch/mini_batch reason``."""
+
+    def key(self) -> str:
+        return f"step_done/{self.global_step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """A logged step was trained again after a restore."""
+
+    type: ClassVar[RecordType] = RecordType.REDONE
+    global_step: GlobalStep
+    digest: str
+    equal: bool
+    incarnation: IncarnationNumber
+
+    def key(self) -> str:
+        return f"redone/{self.global_step}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Engines acknowledged these weights by digest."""
+
+    type: ClassVar[RecordType] = RecordType.PUBLISHED
+    version: PolicyVersion
+    digest: str
+    global_step: GlobalStep
+
+    def key(self) -> str:
+        return f"published/{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A group leaves without being trained."""
+
+    type: ClassVar[RecordType] = RecordType.EVICTED
+    group: GroupId
+    reason: EvictionReason
+    global_step: GlobalStep
+
+    def key(self) -> str:
+        return f"evicted/{self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class Refilled:
+    """``group`` replaces the evicted ``replaces``; owed prompts = evictions minus refills."""
+
+    type: ClassVar[RecordType] = RecordType.REFILLED
+    group: GroupId
+    replaces: GroupId
+
+    def key(self) -> str:
+        return f"refilled/{self.replaces}"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint's files and manifest are durable; this record commits it."""
+
+    type: ClassVar[RecordType] = RecordType.CHECKPOINTED
+    directory: str
+    """Directory name below ``checkpoints/``."""
+    phase: str
+    step: int
+    manifest_digest: str
+    """xxh3-128 hex of the manifest file's bytes."""
+    position: LogPosition
+    """Position of the control log when the state was staged: redo starts here."""
+
+    def key(self) -> str:
+        return f"checkpointed/{self.directory}"
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """These checkpoint directories are going to be deleted."""
+
+    type: ClassVar[RecordType] = RecordType.COLLECT
+    directories: tuple[str, ...]
+
+    def key(self) -> str:
+        return "collect/" + ",".join(self.directories)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Result of a validation of the weights with ``digest``."""
+
+    type: ClassVar[RecordType] = RecordType.EVALUATED
+    global_step: GlobalStep
+    digest: str
+    metrics: dict[str, float]
+    timings_s: dict[str, float]
+
+    def key(self) -> str:
+        return f"evaluated/{self.global_step}/{self.digest}"
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStep:
+    """Progress of a phase before training proper (the supervised warm start)."""
+
+    type: ClassVar[RecordType] = RecordType.PHASE_STEP
+    phase: str
+    step: int
+    digest: str
+    metrics: dict[str, float]
+    timings_s: dict[str, float]
+    final: bool = False
+
+    def key(self) -> str:
+        return f"phase_step/{self.phase}/{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateFailed:
+    """Training this batch raised; the second such record sets its groups aside as poison."""
+
+    type: ClassVar[RecordType] = RecordType.UPDATE_FAILED
+    update: UpdateId
+    incarnation: IncarnationNumber
+    error: str
+
+    def key(self) -> str:
+        return f"update_failed/{self.update.key()}/{self.incarnation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The incarnation ended in an orderly way; raises the durable watermark over all before it."""
+
+    type: ClassVar[RecordType] = RecordType.CLOSED
+    incarnation: IncarnationNumber
+    reason: str
+
+    def key(self) -> str:
+        return f"closed/{self.incarnation}"
+
+
+ControlRecord = (
+    SegmentOpened
+    | IncarnationStarted
+    | Submitted
+    | SessionDone
+    | GroupSettled
+    | Partial
+    | ToolResult
+    | Taken
+    | StepDone
+    | Redone
+    | Published
+    | Evicted
+    | Refilled
+    | Checkpointed
+    | Collect
+    | Evaluated
+    | PhaseStep
+    | UpdateFailed
+    | Closed
+)
+
+DECISION_TYPES = frozenset(
+    {
+        RecordType.TAKEN,
+        RecordType.STEP_DONE,
+        RecordType.REDONE,
+        RecordType.PUBLISHED,
+        RecordType.EVICTED,
+        RecordType.REFILLED,
+        RecordType.CHECKPOINTED,
+        RecordType.EVALUATED,
+        RecordType.PHASE_STEP,
+        RecordType.UPDATE_FAILED,
+    }
+)
+"""Record types that a rewind makes void; the others (experience itself) are never void."""
+
+_CLASSES: dict[RecordType, type[Any]] = {
+    cls.type: cls for cls in typing.get_args(ControlRecord)
+}
+_NESTED = (LogPosition, PayloadRef, SessionId, UpdateId)
+
+
+def record_fields(record: ControlRecord) -> dict[str, object]:
+    """The msgpack-able fields of a record: ids as lists, enums by value."""
+    return {f.name: _plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
+
+
+def record_from_fields(type_number: int, fields: dict[str, Any]) -> ControlRecord:
+    """Rebuild a record. Unknown fields are ignored (added by a later minor version).
+
+    Raises:
+        ValueError: The type is unknown or a field is missing or of the wrong shape.
+    """
+    try:
+        cls = _CLASSES[RecordType(type_number)]
+        hints = typing.get_type_hints(cls)
+        known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+        return cls(**{k: _typed(fields[k], known[k]) for k in known if k in fields})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a valid record of type {type_number}: {error}") from error
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, _NESTED):
+        return [_plain(getattr(value, f.name)) for f in dataclasses.fields(value)]
+    if isinstance(value, tuple):
+        return list(typing.cast("tuple[object, ...]", value))
+    return value
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    if value is None:
+        return None
+    options = typing.get_args(hint)
+    if type(None) in options:
+        hint = next(option for option in options if option is not type(None))
+    if typing.get_origin(hint) is tuple:
+        return tuple(value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if hint is SessionId:
+        return SessionId(GroupId(value[0]), value[1])
+    if hint is UpdateId:
+        return UpdateId(GlobalStep(value[0]), LocalUpdate(value[1]))
+    if isinstance(hint, type) and hint in _NESTED:
+        return hint(*value)
+    return value

@@ -1,0 +1,54 @@
+"""Small JSON files that carry their own digest, so that a flipped bit is noticed.
+
+The object's ``digest`` is the xxh3-128 hex of the canonical JSON (sorted keys, no spaces, UTF-8) of
+the object without ``digest``. ``format`` is the object's format version.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import xxhash
+
+from perdure.core.errors import DamagedError, FutureFormatError
+
+
+def encode(value: dict[str, Any]) -> bytes:
+    """Serialize with a digest, indented for people; ``value`` must have an integer ``format``."""
+    assert isinstance(value.get("format"), int)
+    sealed = {**value, "digest": _digest(value)}
+    return (json.dumps(sealed, indent=1, sort_keys=True) + "\n").encode()
+
+
+def decode(data: bytes, *, where: str, newest_format: int) -> dict[str, Any]:
+    """Read :func:`encode` back.
+
+    Raises:
+        DamagedError: Not JSON, no digest, or the digest does not match.
+        FutureFormatError: ``format`` is above ``newest_format``.
+    """
+    try:
+        value = json.loads(data)
+        assert isinstance(value, dict)
+        sealed = cast("dict[str, Any]", value)
+        digest = sealed.pop("digest")
+        damaged = digest != _digest(sealed)
+    except (ValueError, AssertionError, KeyError) as error:
+        raise DamagedError(
+            f"not a sealed JSON object ({error})", where=where, way_out="restore it from a copy"
+        ) from error
+    if damaged:
+        raise DamagedError("digest does not match", where=where, way_out="restore it from a copy")
+    if not isinstance(sealed.get("format"), int) or sealed["format"] > newest_format:
+        raise FutureFormatError(
+            f"format {sealed.get('format')} is newer than {newest_format}",
+            where=where,
+            way_out="use the perdure version that wrote it, or a newer one",
+        )
+    return sealed
+
+
+def _digest(value: dict[str, Any]) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
