@@ -1,0 +1,16 @@
+"""Frozen configuration sections, recipes in YAML, ``key=value`` overrides, four-part errors."""
+
+from perdure.config.load import config_from_text, load_config
+from perdure.config.names import nearest
+from perdure.config.section import OPERATIONAL, Problem, Section, config_digest, render_yaml
+
+__all__ = [
+    "OPERATIONAL",
+    "Problem",
+    "Section",
+    "config_digest",
+    "config_from_text",
+    "load_config",
+    "nearest",
+    "render_yaml",
+]

@@ -1,0 +1,96 @@
+"""From a pydantic error to a problem in four parts, with the nearest valid name."""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from perdure.config.names import hint, nearest
+from perdure.config.section import Problem, Section
+
+_ABSENT = "(absent)"
+
+
+def problem_of(model_cls: type[Section], data: dict[str, Any], detail: dict[str, Any]) -> Problem:
+    """The four-part form of one pydantic error detail about ``data``."""
+    path = _path(data, detail)
+    field = ".".join(path)
+    kind = detail["type"]
+    if kind == "missing":
+        return Problem(field, _ABSENT, "is required", f"add {field} to the recipe")
+    value = _shown(detail["input"])
+    message = str(detail["msg"]).removeprefix("Value error, ").replace("Input should be ", "")
+    if kind == "extra_forbidden":
+        return Problem(field, value, "unknown key", _key_hint(model_cls, path))
+    if kind in ("literal_error", "enum"):
+        choices = [part.strip("'") for part in message.replace(" or ", ", ").split(", ")]
+        return Problem(field, value, f"must be {message}", hint(str(detail["input"]), choices))
+    if kind == "value_error":
+        return Problem(field, value, message, f"set {field} to another value")
+    return Problem(field, value, f"must be {_lower(message)}", f"correct {field}")
+
+
+def _path(data: Any, detail: dict[str, Any]) -> list[str]:
+    """The error's location without the tags that pydantic adds for unions."""
+    path: list[str] = []
+    node = data
+    location = detail["loc"]
+    for depth, part in enumerate(location):
+        last_missing = detail["type"] == "missing" and depth == len(location) - 1
+        if isinstance(node, dict) and part in node:
+            node = typing.cast("dict[str, Any]", node)[part]
+        elif isinstance(node, list) and isinstance(part, int):
+            items = typing.cast("list[Any]", node)
+            node = items[part] if part < len(items) else None
+        elif not last_missing:
+            continue
+        path.append(str(part))
+    return path
+
+
+def _key_hint(model_cls: type[Section], path: list[str]) -> str:
+    *parents, name = path
+    siblings = sorted({key for cls in _sections_at(model_cls, parents) for key in cls.model_fields})
+    close = nearest(name, siblings)
+    if close is not None:
+        return f"did you mean {'.'.join([*parents, close])!r}?"
+    everywhere = list(_dotted(model_cls))
+    same_name = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
+    elsewhere = same_name[0] if same_name else nearest(".".join(path), everywhere)
+    if elsewhere is not None:
+        return f"did you mean {elsewhere!r}?"
+    return f"use one of: {', '.join(siblings)}"
+
+
+def _sections_at(model_cls: type[Section], parents: Sequence[str]) -> list[type[Section]]:
+    found: list[type[Section]] = [model_cls]
+    for name in parents:
+        infos = [cls.model_fields[name] for cls in found if name in cls.model_fields]
+        if infos:
+            found = [cls for info in infos for cls in _section_classes(info.annotation)]
+    return found
+
+
+def _section_classes(annotation: Any) -> list[type[Section]]:
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return [annotation] if issubclass(annotation, Section) else []
+    return [cls for arg in typing.get_args(annotation) for cls in _section_classes(arg)]
+
+
+def _dotted(model_cls: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, info in model_cls.model_fields.items():
+        yield f"{prefix}{name}"
+        for section in _section_classes(info.annotation):
+            yield from _dotted(section, f"{prefix}{name}.")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _lower(message: str) -> str:
+    return message[:1].lower() + message[1:]

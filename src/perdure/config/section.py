@@ -1,0 +1,89 @@
+"""The base of every configuration section, and what can be said of a configured run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, cast
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_jsonable_python
+
+from perdure.config import yaml_text
+from perdure.core.digests import digest_values
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One reason why a configuration cannot be honoured, in four parts.
+
+    Attributes:
+        field: Dotted name; relative to the section that reports it.
+        value: The offending value as text.
+        rule: What has to hold, e.g. ``must be a multiple of mini_batch_size (16)``.
+        way_out: What to set instead.
+        reads: Other dotted fields the rule looked at; a problem is not reported when one of them
+            is itself wrong.
+    """
+
+    field: str
+    value: str
+    rule: str
+    way_out: str
+    reads: tuple[str, ...] = ()
+
+    def sentence(self) -> str:
+        return f"{self.field} = {self.value}: {self.rule}; way out: {self.way_out}"
+
+
+class Section(BaseModel):
+    """Frozen settings that lie beside what they set; unknown keys and loose types are refused.
+
+    Bounds of one field belong into its annotation (``Annotated[int, Field(gt=0)]``); rules over
+    several fields belong into :meth:`problems`, so that all of them are reported at once.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    def problems(self) -> Iterable[Problem]:
+        """Broken rules over several fields of this section; the loader asks, pydantic does not."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Operational:
+    """Marks a field that does not change what a run computes."""
+
+
+OPERATIONAL: Final = _Operational()
+"""``Annotated[int, OPERATIONAL]``: the field or section is left out of :func:`config_digest`."""
+
+
+def config_digest(config: Section) -> str:
+    """xxh3-128 hex of everything in ``config`` that affects arithmetic."""
+    return digest_values(_arithmetic(config))
+
+
+def render_yaml(config: Section) -> str:
+    """The resolved configuration as a recipe that loads to an equal one."""
+    return yaml_text.render(config.model_dump(mode="json"))
+
+
+def _arithmetic(value: object) -> object:
+    if isinstance(value, Section):
+        fields = type(value).model_fields
+        return {
+            name: _arithmetic(getattr(value, name))
+            for name, info in fields.items()
+            if OPERATIONAL not in info.metadata
+        }
+    if isinstance(value, tuple):
+        return [_arithmetic(item) for item in cast("tuple[object, ...]", value)]
+    return to_jsonable_python(value)

@@ -1,0 +1,103 @@
+"""YAML as recipes use it: the core schema of YAML 1.2, unique keys, text keys.
+
+PyYAML follows YAML 1.1, where ``1e-4`` is text, ``off`` is a boolean, ``1:30`` is the number 90 and
+``010`` is 8. Settings want none of that, so scalars are resolved by the table below, both when
+reading and when writing.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (the stubs of PyYAML leave node and dumper arguments untyped)
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import yaml
+
+from perdure.core.errors import ConfigError
+
+_SCALARS: tuple[tuple[str, str, str], ...] = (
+    ("null", r"~|null|", "~n"),
+    ("bool", r"true|false", "tf"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|nan)", "-+."),
+)
+"""Tag, what a plain scalar of that kind looks like, its possible first characters."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads with the scalars above."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes with the scalars above, without anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        del data
+        return True
+
+
+def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key must be plain text", key_node.start_mark
+            )
+        key = cast("str", key_node.value)
+        if key in mapping:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} appears twice", key_node.start_mark
+            )
+        mapping[key] = loader.construct_object(value_node, deep=True)
+    return mapping
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    return int(loader.construct_scalar(node))
+
+
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.yaml_implicit_resolvers = {}
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+for _kind, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_kind}",
+            re.compile(f"^(?:{_pattern})$"),
+            ["", *_first] if _kind == "null" else list(_first),
+        )
+
+
+def parse(text: str, *, where: str) -> Any:
+    """The value of a YAML document; None for an empty one.
+
+    Raises:
+        ConfigError: Not YAML, more than one document, or a key appears twice.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
+        raise ConfigError(
+            f"not valid YAML: {error.problem or error.context}",
+            where=place,
+            rule="one YAML mapping with unique keys is expected",
+            way_out="correct that line",
+        ) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"not valid YAML: {str(error).splitlines()[0]}",
+            where=where,
+            rule="one YAML mapping with unique keys is expected",
+            way_out="correct the text",
+        ) from error
+
+
+def render(value: Any) -> str:
+    """YAML text that :func:`parse` reads back as ``value``; keys keep their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=96)
