@@ -1,0 +1,7 @@
+"""Durable files: on a real disk, in memory with a model of power loss, and with injected faults."""
+
+from perdure.storage.memory import MemoryStorage
+from perdure.storage.memory_disk import Operation, PowerLost
+from perdure.storage.power_loss import CrashMode
+
+__all__ = ["CrashMode", "MemoryStorage", "Operation", "PowerLost"]
