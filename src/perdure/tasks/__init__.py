@@ -1,0 +1,1 @@
+"""Prompts, answers and verifiers behind one interface; no torch."""

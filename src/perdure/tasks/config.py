@@ -1,0 +1,100 @@
+"""Choosing a task: its name, and the options of that task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from perdure.tasks.api import Task
+from perdure.tasks.digits import (
+    AddOptions,
+    DigitsOptions,
+    add_numbers,
+    reverse_digits,
+    sort_digits,
+)
+from perdure.tasks.jsonl import JsonlOptions, jsonl_task
+from perdure.tasks.names import nearest_hint
+from perdure.tasks.reasoning_gym import ReasoningGymOptions, reasoning_gym_task
+
+SECTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "sort_digits": "digits",
+        "reverse_digits": "digits",
+        "add_numbers": "add",
+        "jsonl": "jsonl",
+        "reasoning_gym": "reasoning_gym",
+    }
+)
+"""Task name → the section of :class:`TaskConfig` that holds its options."""
+
+
+class TaskConfig(BaseModel):
+    """Which task to train on. Only the section that belongs to the task may be given."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str = Field(default="sort_digits", description="Name of the task.")
+    digits: DigitsOptions = Field(
+        default=DigitsOptions(), description="Options of sort_digits and reverse_digits."
+    )
+    add: AddOptions = Field(default=AddOptions(), description="Options of add_numbers.")
+    jsonl: JsonlOptions | None = Field(default=None, description="Options of jsonl.")
+    reasoning_gym: ReasoningGymOptions | None = Field(
+        default=None, description="Options of reasoning_gym."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in SECTIONS:
+            raise ValueError(f"unknown task {name!r}; {nearest_hint(name, SECTIONS)}")
+        return name
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        own = SECTIONS[self.name]
+        for section in sorted(set(SECTIONS.values()) - {own}):
+            if getattr(self, section) != type(self).model_fields[section].default:
+                raise ValueError(
+                    f"section {section!r} does not belong to task {self.name!r}; "
+                    f"way out: remove it or use section {own!r}"
+                )
+        if getattr(self, own) is None:
+            raise ValueError(
+                f"task {self.name!r} needs section {own!r}; way out: add it, see docs/tasks.md"
+            )
+        return self
+
+
+def make_task(config: TaskConfig, seed: int) -> Task:
+    """The task of ``config`` with the run's ``seed``.
+
+    Raises:
+        ConfigError: The data or an optional package is missing or does not fit.
+    """
+    return _MAKERS[config.name](config, seed)
+
+
+def _make_jsonl(config: TaskConfig, seed: int) -> Task:
+    assert config.jsonl is not None
+    return jsonl_task(config.jsonl, seed)
+
+
+def _make_reasoning_gym(config: TaskConfig, seed: int) -> Task:
+    assert config.reasoning_gym is not None
+    return reasoning_gym_task(config.reasoning_gym, seed)
+
+
+_MAKERS: Mapping[str, Callable[[TaskConfig, int], Task]] = MappingProxyType(
+    {
+        "sort_digits": lambda config, seed: sort_digits(config.digits, seed),
+        "reverse_digits": lambda config, seed: reverse_digits(config.digits, seed),
+        "add_numbers": lambda config, seed: add_numbers(config.add, seed),
+        "jsonl": _make_jsonl,
+        "reasoning_gym": _make_reasoning_gym,
+    }
+)
