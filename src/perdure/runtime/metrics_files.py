@@ -1,0 +1,194 @@
+"""Metrics and events as files for people and tools: a projection of the experience log.
+
+``metrics/*.jsonl`` and ``tensorboard/`` may lose their last lines in a crash, so an incarnation
+starts by writing them again from the kept lineage. Their rows therefore neither overlap nor are
+lost, and a file that an older incarnation still holds open is no longer the one under that name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from perdure.core.clock import Clock
+from perdure.core.errors import StorageError
+from perdure.core.records import Evaluated, StepDone
+from perdure.core.storage_api import Storage
+from perdure.runtime.tensorboard_file import TensorBoardFile
+
+METRICS_DIR = "metrics"
+STEPS_PATH = f"{METRICS_DIR}/steps.jsonl"
+EVALUATIONS_PATH = f"{METRICS_DIR}/evaluations.jsonl"
+EVENTS_PATH = "events.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+
+Row = dict[str, object]
+
+
+class MetricsFiles:
+    """Rows ``{global_step, digest, metrics, timings_s}`` of steps and evaluations.
+
+    Use :meth:`rebuild` first, then :meth:`step` and :meth:`evaluation` as records are acknowledged.
+    One owner; not thread-safe.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, storage: Storage, clock: Clock, tensorboard: bool = True
+    ) -> None:
+        self._run_dir = run_dir
+        self._storage = storage
+        self._clock = clock
+        self._board: TensorBoardFile | None = None
+        self._with_board = tensorboard
+        self._steps: LineFile | None = None
+        self._evaluations: LineFile | None = None
+
+    def rebuild(self, *, steps: Iterable[StepDone], evaluations: Iterable[Evaluated]) -> None:
+        """Write all files again from the kept lineage, in order.
+
+        Raises:
+            StorageError: The run directory refuses.
+        """
+        self.close()
+        self._storage.make_dirs(METRICS_DIR)
+        step_rows = [_row(record) for record in steps]
+        evaluation_rows = [_row(record) for record in evaluations]
+        for path, rows in ((STEPS_PATH, step_rows), (EVALUATIONS_PATH, evaluation_rows)):
+            self._storage.write_atomic(path, "".join(_line(row) for row in rows).encode())
+        self._steps = LineFile(self._run_dir / STEPS_PATH)
+        self._evaluations = LineFile(self._run_dir / EVALUATIONS_PATH)
+        if self._with_board:
+            self._storage.remove(TENSORBOARD_DIR)
+            self._board = TensorBoardFile(self._run_dir / TENSORBOARD_DIR, clock=self._clock)
+            for row in step_rows:
+                self._board.add(_tagged("train", row))
+            for row in evaluation_rows:
+                self._board.add(_tagged("held_out", row))
+            self._board.flush()
+
+    def step(self, record: StepDone) -> None:
+        """Append the row of an acknowledged step."""
+        assert self._steps is not None, "rebuild comes first"
+        self._append(self._steps, "train", _row(record))
+
+    def evaluation(self, record: Evaluated) -> None:
+        """Append the row of an acknowledged evaluation."""
+        assert self._evaluations is not None, "rebuild comes first"
+        self._append(self._evaluations, "held_out", _row(record))
+
+    def close(self) -> None:
+        for file in (self._steps, self._evaluations, self._board):
+            if file is not None:
+                file.close()
+        self._steps = self._evaluations = self._board = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, file: LineFile, prefix: str, row: Row) -> None:
+        file.append(row)
+        if self._board is not None:
+            self._board.add(_tagged(prefix, row))
+            self._board.flush()
+
+
+class EventsFile:
+    """``events.jsonl``: every event of every incarnation, appended. Is an ``EventSink``."""
+
+    def __init__(self, run_dir: Path, *, clock: Clock) -> None:
+        self._file = LineFile(run_dir / EVENTS_PATH)
+        self._clock = clock
+
+    def __call__(self, name: str, fields: dict[str, object]) -> None:
+        self._file.append({"wall_s": self._clock.wall_s(), "event": name, **fields})
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class LineFile:
+    """A file of JSON lines that only grows. A torn last line is closed before the first append."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+            if torn:
+                self._file.write("\n")
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def append(self, row: Mapping[str, object]) -> None:
+        """Write one line and hand it to the operating system.
+
+        Raises:
+            StorageError: The disk refuses.
+        """
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _refused(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"cannot be written ({error.strerror})",
+            where=str(self._path),
+            way_out="free space or make it writable, then resume the run",
+        )
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows of a metrics file in order of ``global_step``; the last row of a step counts.
+
+    A torn last line is left out: the next incarnation writes it again.
+    """
+    if not path.exists():
+        return []
+    rows: dict[object, Row] = {}
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            row = json.loads(line)
+            rows[row["global_step"]] = row
+    return sorted(rows.values(), key=lambda row: int(str(row["global_step"])))
+
+
+def _row(record: StepDone | Evaluated) -> Row:
+    return {
+        "global_step": int(record.global_step),
+        "digest": record.digest,
+        "metrics": dict(record.metrics),
+        "timings_s": dict(record.timings_s),
+    }
+
+
+def _line(row: Mapping[str, object]) -> str:
+    return json.dumps(row, separators=(",", ":"), default=str) + "\n"
+
+
+def _tagged(prefix: str, row: Row) -> tuple[int, dict[str, float]]:
+    """The global step of a row and its finite values under TensorBoard tags."""
+    values: dict[str, float] = {}
+    for group, tag in (("metrics", prefix), ("timings_s", f"{prefix}_seconds")):
+        mapping = row[group]
+        assert isinstance(mapping, dict)
+        values |= {f"{tag}/{k}": float(v) for k, v in mapping.items() if math.isfinite(v)}
+    global_step = row["global_step"]
+    assert isinstance(global_step, int)
+    return global_step, values
