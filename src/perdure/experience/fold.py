@@ -1,0 +1,356 @@
+"""The state of a run's experience: a pure fold over the control records of its kept lineage.
+
+``apply`` is the only way in, for a log that is read back and for records that are being appended
+alike, so what a running store believes is what a restart will find.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from perdure.core.errors import LifecycleError
+from perdure.core.ids import (
+    GlobalStep,
+    GroupId,
+    IncarnationNumber,
+    LocalUpdate,
+    LogPosition,
+    PolicyVersion,
+    UpdateId,
+)
+from perdure.core.records import (
+    DECISION_TYPES,
+    Checkpointed,
+    Closed,
+    Collect,
+    ControlRecord,
+    Evaluated,
+    Evicted,
+    GroupSettled,
+    IncarnationStarted,
+    Partial,
+    PhaseStep,
+    Published,
+    Redone,
+    Refilled,
+    SegmentOpened,
+    SessionDone,
+    StepDone,
+    Submitted,
+    Taken,
+    ToolResult,
+    UpdateFailed,
+)
+from perdure.experience.groups import Group, GroupTable, group_of
+from perdure.experience.lifecycle import GroupState
+
+Placed = tuple[LogPosition, ControlRecord]
+"""A record and where it ends in the control log."""
+
+_GROUP_RECORDS = (
+    Submitted,
+    SessionDone,
+    GroupSettled,
+    Partial,
+    ToolResult,
+    Evicted,
+    Refilled,
+)
+
+
+class ExperienceState:
+    """Everything the kept lineage says. Read the attributes; change them only through ``apply``.
+
+    Attributes:
+        table: Prompt groups, their states, counts and indexes.
+        taken: The batches of all local updates, in training order.
+        checkpoints: Committed and not collected, by directory, in log order.
+        evaluated: By ``(global_step, digest)``.
+        redone: By ``(global_step, incarnation that trained it again)``.
+        phase_steps: By ``(phase, step)``.
+        update_failures: How often training a batch raised, over all incarnations.
+        position: End of the last record whose place is known; None for an empty log.
+    """
+
+    def __init__(self) -> None:
+        self.table = GroupTable()
+        self.taken: dict[UpdateId, Taken] = {}
+        self.step_done: dict[GlobalStep, StepDone] = {}
+        self.redone: dict[tuple[GlobalStep, IncarnationNumber], Redone] = {}
+        self.published: dict[PolicyVersion, Published] = {}
+        self.evaluated: dict[tuple[GlobalStep, str], Evaluated] = {}
+        self.checkpoints: dict[str, Checkpointed] = {}
+        self.phase_steps: dict[tuple[str, int], PhaseStep] = {}
+        self.update_failures: dict[UpdateId, int] = {}
+        self.incarnations: list[IncarnationStarted] = []
+        self.closed: list[Closed] = []
+        self.position: LogPosition | None = None
+        self.last_step = GlobalStep(0)
+        """Highest global step that is done."""
+        self._newest_published = PolicyVersion(0)
+        self._in_step: list[UpdateId] = []
+        self._positions: dict[str, LogPosition | None] = {}
+        self._unretired: list[UpdateId] = []
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            SegmentOpened: _nothing_to_count,
+            IncarnationStarted: self.incarnations.append,
+            Closed: self.closed.append,
+            Submitted: self.table.submit,
+            SessionDone: self.table.session_done,
+            GroupSettled: self.table.settle,
+            Partial: self._partial,
+            ToolResult: self._tool_result,
+            Evicted: self.table.evict,
+            Refilled: self.table.refill,
+            Taken: self._take,
+            StepDone: self._step_done,
+            Redone: self._redone,
+            Published: self._published,
+            Checkpointed: self._checkpointed,
+            Collect: self._collect,
+            Evaluated: self._evaluated,
+            PhaseStep: self._phase_step,
+            UpdateFailed: self._update_failed,
+        }
+
+    @property
+    def groups(self) -> Mapping[GroupId, Group]:
+        """Groups that are not retired."""
+        return self.table.live
+
+    @property
+    def counts(self) -> Mapping[GroupState, int]:
+        """Groups in each state, retired ones included."""
+        return self.table.counts
+
+    @property
+    def next_update(self) -> UpdateId:
+        """Name of the next batch to take."""
+        return UpdateId(GlobalStep(self.last_step + 1), LocalUpdate(len(self._in_step)))
+
+    @property
+    def next_version(self) -> PolicyVersion:
+        """A version that no engine ever held, in void parts of the log neither."""
+        return PolicyVersion(max(self._newest_published, self.table.newest_version) + 1)
+
+    def apply(self, position: LogPosition | None, record: ControlRecord) -> bool:
+        """Count a record; ``position`` is None while it is not durable.
+
+        Returns False, changing nothing, if a record with its key counted before.
+
+        Raises:
+            LifecycleError: The record is illegal here; nothing has changed.
+        """
+        key = record.key()
+        if self._known(record, key):
+            self._refuse_conflict(record)
+        else:
+            self._handlers[type(record)](record)
+            self._place(position, record, key)
+            return True
+        return False
+
+    def acknowledge(self, position: LogPosition, record: ControlRecord) -> None:
+        """A record that was applied without a place is durable and ends at ``position``."""
+        key = record.key()
+        if isinstance(record, SessionDone):
+            group = self.table.live.get(record.session.group)
+            if group is not None:
+                group.done[record.session.index] = record
+        self._place(position, record, key)
+
+    def position_of(self, record: ControlRecord) -> LogPosition | None:
+        """Where the first record with this key ends; None if absent, retired or not yet durable."""
+        key = record.key()
+        if isinstance(record, _GROUP_RECORDS):
+            group = self.table.live.get(group_of(record))
+            return group.positions.get(key) if group is not None else None
+        return self._positions.get(key)
+
+    def updates_after(self, position: LogPosition | None) -> list[Taken]:
+        """Batches taken beyond a position, in training order: what a redo trains again.
+
+        Batches set aside as poison are left out. None stands for the beginning of the log.
+        """
+        beyond: list[Taken] = []
+        for record in reversed(self.taken.values()):
+            place = self._positions[record.key()]
+            if position is not None and place is not None and place <= position:
+                break
+            if not self.is_poisoned(record.update):
+                beyond.append(record)
+        return beyond[::-1]
+
+    def is_poisoned(self, update: UpdateId) -> bool:
+        """Whether the groups of a batch were set aside after killing the trainer."""
+        groups = self.taken[update].groups
+        return any(self.table.state_of(GroupId(g)) is GroupState.EVICTED for g in groups)
+
+    def check(self) -> None:
+        """Assert the conservation law and every internal index."""
+        self.table.check()
+        steps = sorted({update.global_step for update in self.taken})
+        assert list(self.taken) == sorted(self.taken)
+        assert steps == list(range(1, len(steps) + 1))
+        assert list(self.step_done) == list(range(1, self.last_step + 1))
+        assert self._in_step == [u for u in self.taken if u.global_step > self.last_step]
+        used = [group for record in self.taken.values() for group in record.groups]
+        assert len(used) == len(set(used))
+        for update, record in self.taken.items():
+            done = update.global_step <= self.last_step
+            state = GroupState.TRAINED if done else GroupState.TAKEN
+            allowed = (state, GroupState.EVICTED)
+            assert all(self.table.state_of(GroupId(g)) in allowed for g in record.groups)
+        for group in self.table.live.values():
+            assert group.submitted.key() in group.positions
+
+    def _known(self, record: ControlRecord, key: str) -> bool:
+        if isinstance(record, _GROUP_RECORDS):
+            return self.table.known(record, key)
+        return key in self._positions
+
+    def _place(self, position: LogPosition | None, record: ControlRecord, key: str) -> None:
+        if isinstance(record, _GROUP_RECORDS):
+            group = self.table.live.get(group_of(record))
+            if group is not None:
+                group.positions[key] = position
+        else:
+            self._positions[key] = position
+        if position is not None and (self.position is None or position > self.position):
+            self.position = position
+
+    def _refuse_conflict(self, record: ControlRecord) -> None:
+        """A repeated record may not say something else where the first one was acted upon."""
+        conflict = False
+        match record:
+            case Submitted():
+                group = self.table.live.get(record.group)
+                conflict = group is not None and group.submitted != record
+            case Taken():
+                conflict = self.taken[record.update].groups != record.groups
+            case StepDone():
+                conflict = self.step_done[record.global_step].digest != record.digest
+            case Published():
+                conflict = self.published[record.version].digest != record.digest
+            case _:
+                pass
+        if conflict:
+            raise LifecycleError(
+                f"{record.key()} is in the log already and says something else",
+                rule="a record may be repeated, never replaced",
+                way_out="log a redone step as redone, changed weights under a new version",
+            )
+
+    def _partial(self, record: Partial) -> None:
+        self.table.progress(record.session)
+
+    def _tool_result(self, record: ToolResult) -> None:
+        self.table.require_open(record.session)
+
+    def _take(self, record: Taken) -> None:
+        if record.update != self.next_update:
+            raise _out_of_order(record, f"{self.next_update.key()} is next")
+        self.table.take([GroupId(group) for group in record.groups])
+        self.taken[record.update] = record
+        self._in_step.append(record.update)
+
+    def _step_done(self, record: StepDone) -> None:
+        if record.global_step != self.last_step + 1 or not self._in_step:
+            taken = len(self._in_step)
+            raise _out_of_order(record, f"step {self.last_step + 1} is next, {taken} batches taken")
+        for update in self._in_step:
+            self.table.train(GroupId(group) for group in self.taken[update].groups)
+        self.step_done[record.global_step] = record
+        self.last_step = record.global_step
+        self._unretired += self._in_step
+        self._in_step = []
+
+    def _redone(self, record: Redone) -> None:
+        if record.global_step not in self.step_done:
+            raise _out_of_order(record, "only a step that was done can be done again")
+        self.redone[record.global_step, record.incarnation] = record
+
+    def _published(self, record: Published) -> None:
+        self.published[record.version] = record
+        self._newest_published = max(self._newest_published, record.version)
+
+    def _evaluated(self, record: Evaluated) -> None:
+        self.evaluated[record.global_step, record.digest] = record
+
+    def _phase_step(self, record: PhaseStep) -> None:
+        self.phase_steps[record.phase, record.step] = record
+
+    def _update_failed(self, record: UpdateFailed) -> None:
+        if record.update not in self.taken:
+            raise _out_of_order(record, "only a batch that was taken can fail")
+        self.update_failures[record.update] = self.update_failures.get(record.update, 0) + 1
+
+    def _checkpointed(self, record: Checkpointed) -> None:
+        self.checkpoints[record.directory] = record
+
+    def _collect(self, record: Collect) -> None:
+        for directory in record.directories:
+            self.checkpoints.pop(directory, None)
+        if self.checkpoints:
+            oldest = min(c.step if c.phase == "train" else 0 for c in self.checkpoints.values())
+            self._retire_trained(GlobalStep(oldest))
+
+    def _retire_trained(self, upto: GlobalStep) -> None:
+        """No kept checkpoint lies before ``upto``: nobody will train those groups again."""
+        count = 0
+        for update in self._unretired:
+            if update.global_step > upto:
+                break
+            for group in self.taken[update].groups:
+                self.table.retire(GroupId(group))
+            count += 1
+        del self._unretired[:count]
+
+
+def fold(records: Iterable[Placed]) -> ExperienceState:
+    """The state after ``records`` of a kept lineage, in order.
+
+    Raises:
+        LifecycleError: A record is illegal where it stands; names its place in the log.
+    """
+    state = ExperienceState()
+    for position, record in records:
+        try:
+            state.apply(position, record)
+        except LifecycleError as error:
+            raise LifecycleError(
+                error.what,
+                where=f"{error.where or record.key()} at log position {position.incarnation}"
+                f"/{position.segment}/{position.offset}",
+                rule=error.rule,
+                way_out=error.way_out,
+            ) from error
+    return state
+
+
+def rewound(records: Sequence[Placed], base: LogPosition | None) -> list[Placed]:
+    """What is kept when a new incarnation starts from ``base``: decisions beyond it are void.
+
+    Experience is never void, so the groups those decisions used become available again. None keeps
+    everything.
+    """
+    if base is None:
+        return list(records)
+    return [
+        (position, record)
+        for position, record in records
+        if position <= base or record.type not in DECISION_TYPES
+    ]
+
+
+def _nothing_to_count(record: SegmentOpened) -> None:
+    del record
+
+
+def _out_of_order(record: ControlRecord, instead: str) -> LifecycleError:
+    return LifecycleError(
+        f"{record.key()} is out of order: {instead}",
+        rule="steps and local updates follow one another without gaps",
+        way_out="run `perdure audit` on the run and report what it finds",
+    )

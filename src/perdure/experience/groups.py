@@ -1,0 +1,307 @@
+"""Every prompt group of a run: its state, its settled sessions, and the indexes sampling needs.
+
+Updates cost the same however long the run is. Groups that are evicted, or trained before the
+oldest checkpoint that is still kept, are *retired*: only their state and which sessions were done
+stay in memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from perdure.core.errors import LifecycleError
+from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
+from perdure.core.records import (
+    Evicted,
+    EvictionReason,
+    GroupOutcome,
+    GroupSettled,
+    Partial,
+    Refilled,
+    SessionDone,
+    Submitted,
+    ToolResult,
+)
+from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
+
+GroupRecord = Submitted | SessionDone | GroupSettled | Partial | ToolResult | Evicted | Refilled
+"""Records that concern a single prompt group."""
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt group.
+
+    Attributes:
+        done: Session index → its settled record.
+        reason: Why the group failed.
+        uniform: Finished with equal rewards in several sessions: nothing to learn from.
+        positions: Idempotency key → where its first record ends (None while it is not durable).
+    """
+
+    submitted: Submitted
+    state: GroupState = GroupState.PENDING
+    done: dict[int, SessionDone] = field(default_factory=dict[int, SessionDone])
+    reason: str = ""
+    uniform: bool = False
+    positions: dict[str, LogPosition | None] = field(
+        default_factory=dict[str, "LogPosition | None"]
+    )
+
+    @property
+    def missing(self) -> tuple[SessionId, ...]:
+        """Sessions without a settled reward, by index."""
+        group, count = self.submitted.group, self.submitted.sessions
+        return tuple(SessionId(group, i) for i in range(count) if i not in self.done)
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """What stays of a group nobody needs any more."""
+
+    state: GroupState
+    done: int
+    """Bit i is set if session i was settled."""
+
+
+def group_of(record: GroupRecord) -> GroupId:
+    """The group a record concerns (for a refill: the group it replaces)."""
+    if isinstance(record, SessionDone | Partial | ToolResult):
+        return record.session.group
+    return record.replaces if isinstance(record, Refilled) else record.group
+
+
+class GroupTable:
+    """All groups, by state; changed only by records (and by the volatile :meth:`progress`)."""
+
+    def __init__(self) -> None:
+        self.live: dict[GroupId, Group] = {}
+        self.retired: dict[GroupId, Retired] = {}
+        self.counts: Counter[GroupState] = Counter()
+        self.evictions: Counter[EvictionReason] = Counter()
+        self.owed: dict[GroupId, Evicted] = {}
+        """Evictions without a refill, oldest first."""
+        self.refills: set[GroupId] = set()
+        """Groups that replaced another one."""
+        self.submitted_at: Counter[GlobalStep] = Counter()
+        """Groups submitted for a global step, refills left out."""
+        self.next_data_index = 0
+        self.newest_version = PolicyVersion(0)
+        """Highest version that generated a settled session."""
+        self._open: dict[GroupId, None] = {}
+        self._failed: dict[GroupId, None] = {}
+        self._finished: list[GroupId] = []
+
+    @property
+    def next_group(self) -> GroupId:
+        """Id of the next submission; ids count from 0 without gaps."""
+        return GroupId(len(self.live) + len(self.retired))
+
+    @property
+    def finished(self) -> Sequence[GroupId]:
+        """Finished groups, oldest submission first. Not a copy: do not keep it over an update."""
+        return self._finished
+
+    def open(self) -> Iterator[Group]:
+        """Pending and running groups, oldest submission first."""
+        return (self.live[group] for group in self._open)
+
+    def failed(self) -> Iterator[Group]:
+        """Failed groups that are not evicted, in the order in which they failed."""
+        return (self.live[group] for group in self._failed)
+
+    def state_of(self, group: GroupId) -> GroupState:
+        """Raises ``LifecycleError`` for a group that was never submitted."""
+        retired = self.retired.get(group)
+        return retired.state if retired is not None else self._live(group).state
+
+    def known(self, record: GroupRecord, key: str) -> bool:
+        """Whether a record with this key counted already."""
+        group = group_of(record)
+        live = self.live.get(group)
+        if live is not None:
+            return key in live.positions
+        retired = self.retired.get(group)
+        return retired is not None and self._known_of_retired(record, retired)
+
+    def _known_of_retired(self, record: GroupRecord, retired: Retired) -> bool:
+        match record:
+            case SessionDone() | Partial() | ToolResult():
+                return bool(retired.done >> record.session.index & 1)
+            case Evicted():
+                return retired.state is GroupState.EVICTED
+            case Refilled():
+                return retired.state is GroupState.EVICTED and record.replaces not in self.owed
+            case _:
+                return True
+
+    # Each of the methods below validates everything before it changes anything.
+
+    def submit(self, record: Submitted) -> None:
+        """A new group enters."""
+        if record.group != self.next_group:
+            raise _illegal(record.group, f"submitted where group {self.next_group} is next")
+        if record.data_index != self.next_data_index:
+            raise _illegal(
+                record.group,
+                f"data index {record.data_index} submitted where {self.next_data_index} is next",
+            )
+        if record.sessions < 1:
+            raise _illegal(record.group, f"submitted with {record.sessions} sessions")
+        self.live[record.group] = Group(record)
+        self.counts[GroupState.PENDING] += 1
+        self._open[record.group] = None
+        self.submitted_at[record.submitted_step] += 1
+        self.next_data_index += 1
+
+    def progress(self, session: SessionId) -> None:
+        """A session was started or left something durable."""
+        group = self._live(session.group)
+        self._check_index(group, session)
+        self._move(group, GroupEvent.PROGRESS)
+
+    def require_open(self, session: SessionId) -> None:
+        """Raises ``LifecycleError`` unless the session's group is pending or running."""
+        group = self._live(session.group)
+        self._check_index(group, session)
+        advance(session.group, group.state, GroupEvent.PROGRESS)
+
+    def session_done(self, record: SessionDone) -> None:
+        """A session's reward is settled."""
+        self.progress(record.session)
+        self._live(record.session.group).done[record.session.index] = record
+        self.newest_version = max(self.newest_version, record.last_version)
+
+    def settle(self, record: GroupSettled) -> None:
+        """A group becomes terminal."""
+        group = self._live(record.group)
+        finished = record.outcome is GroupOutcome.FINISHED
+        missing = group.missing
+        if finished and missing:
+            raise _illegal(record.group, f"settled as finished without {missing[0].key()}")
+        self._move(group, GroupEvent.FINISH if finished else GroupEvent.FAIL)
+        group.reason = record.reason
+        del self._open[record.group]
+        if finished:
+            rewards = {session.reward for session in group.done.values()}
+            group.uniform = len(rewards) == 1 < len(group.done)
+            insort(self._finished, record.group)
+        else:
+            self._failed[record.group] = None
+
+    def take(self, groups: Sequence[GroupId]) -> None:
+        """These groups are sampled: only finished ones, oldest submission first, each once."""
+        oldest = self._finished[: len(groups)]
+        if not groups or list(groups) != oldest:
+            raise LifecycleError(
+                f"groups {_short(groups)} taken where the oldest finished are {_short(oldest)}",
+                rule="only finished groups are taken, oldest submission first, each once",
+                way_out="sample with oldest_finished",
+            )
+        for group in groups:
+            self._move(self.live[group], GroupEvent.TAKE)
+        del self._finished[: len(groups)]
+
+    def train(self, groups: Iterable[GroupId]) -> None:
+        """The step that took these groups is done; groups set aside as poison stay evicted."""
+        for group in groups:
+            if self.state_of(group) is not GroupState.EVICTED:
+                self._move(self._live(group), GroupEvent.TRAIN)
+
+    def evict(self, record: Evicted) -> None:
+        """A group leaves without being trained, and a prompt is owed for it."""
+        group = self._live(record.group)
+        before = group.state
+        poison = record.reason is EvictionReason.POISON
+        self._move(group, GroupEvent.POISON if poison else GroupEvent.EVICT)
+        if before is GroupState.FINISHED:
+            del self._finished[bisect_left(self._finished, record.group)]
+        elif before is GroupState.FAILED:
+            del self._failed[record.group]
+        self.evictions[record.reason] += 1
+        self.owed[record.group] = record
+        self.retire(record.group)
+
+    def refill(self, record: Refilled) -> None:
+        """A submitted group pays for an eviction."""
+        replacement = self._live(record.group)
+        if record.replaces not in self.owed or record.group in self.refills:
+            raise _illegal(
+                record.group, f"refills group {record.replaces}, for which no prompt is owed"
+            )
+        del self.owed[record.replaces]
+        self.refills.add(record.group)
+        self.submitted_at[replacement.submitted.submitted_step] -= 1
+
+    def retire(self, group: GroupId) -> None:
+        """Forget everything about a terminal group but its state."""
+        live = self.live.get(group)
+        if live is None:
+            return
+        assert live.state in (GroupState.TRAINED, GroupState.EVICTED)
+        del self.live[group]
+        self.retired[group] = Retired(live.state, sum(1 << index for index in live.done))
+
+    def check(self) -> None:
+        """Assert the conservation law and that every index agrees with the groups."""
+        states = Counter(group.state for group in self.live.values())
+        states.update(retired.state for retired in self.retired.values())
+        assert {s: n for s, n in self.counts.items() if n} == dict(states)
+        assert sum(self.counts.values()) == self.next_group
+        assert not self.live.keys() & self.retired.keys()
+        assert set(self.live) | set(self.retired) == set(range(self.next_group))
+        assert sum(self.submitted_at.values()) == self.next_group - len(self.refills)
+        assert list(self._open) == sorted(g for g, v in self.live.items() if v.state in OPEN)
+        assert self._finished == sorted(self._in(GroupState.FINISHED))
+        assert set(self._failed) == set(self._in(GroupState.FAILED))
+        assert self.owed.keys() <= {
+            g for g, v in self.retired.items() if v.state is GroupState.EVICTED
+        }
+        assert self.counts[GroupState.EVICTED] == len(self.owed) + len(self.refills)
+        assert self.counts[GroupState.EVICTED] == sum(self.evictions.values())
+        for group in self.live.values():
+            assert all(0 <= i < group.submitted.sessions for i in group.done)
+            if group.state not in (*OPEN, GroupState.FAILED):
+                assert not group.missing
+
+    def _in(self, state: GroupState) -> Iterator[GroupId]:
+        return (group for group, value in self.live.items() if value.state is state)
+
+    def _live(self, group: GroupId) -> Group:
+        live = self.live.get(group)
+        if live is not None:
+            return live
+        retired = self.retired.get(group)
+        raise _illegal(group, f"already {retired.state.value}" if retired else "never submitted")
+
+    def _move(self, group: Group, event: GroupEvent) -> None:
+        before = group.state
+        after = advance(group.submitted.group, before, event)
+        if after is not before:
+            self.counts[before] -= 1
+            self.counts[after] += 1
+            group.state = after
+
+    def _check_index(self, group: Group, session: SessionId) -> None:
+        if not 0 <= session.index < group.submitted.sessions:
+            raise _illegal(
+                session.group,
+                f"session {session.index} of a group with {group.submitted.sessions} sessions",
+            )
+
+
+def _short(groups: Sequence[GroupId]) -> str:
+    shown = ", ".join(str(group) for group in groups[:8])
+    return f"[{shown}{', …' if len(groups) > 8 else ''}]"
+
+
+def _illegal(group: GroupId, what: str) -> LifecycleError:
+    return LifecycleError(
+        what,
+        where=f"group {group}",
+        rule="groups and data are submitted in order, each once, and settle once",
+        way_out="run `perdure audit` on the run and report what it finds",
+    )
