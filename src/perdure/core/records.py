@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import operator
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -92,8 +95,9 @@ class StopReason(enum.Enum):
 class SegmentOpened:
     """First record of every segment file; chains it to the segment before it in its stream.
 
-    ``previous_length`` and ``previous_checksum`` (xxh3-64 of the whole file) are 0 in the first
-    segment of a stream.
+    ``previous_segment`` is the segment that the stream continued from, -1 if there is none;
+    ``previous_length`` and ``previous_checksum`` (xxh3-64) cover the bytes of it that count.
+    Segments between the two were abandoned before their first commit.
     """
 
     type: ClassVar[RecordType] = RecordType.SEGMENT_OPENED
@@ -101,6 +105,7 @@ class SegmentOpened:
     incarnation: IncarnationNumber
     stream: Stream
     segment: int
+    previous_segment: int = -1
     previous_length: int = 0
     previous_checksum: int = 0
 
@@ -423,15 +428,16 @@ DECISION_TYPES = frozenset(
 )
 """Record types that a rewind makes void; the others (experience itself) are never void."""
 
-_CLASSES: dict[RecordType, type[Any]] = {
-    cls.type: cls for cls in typing.get_args(ControlRecord)
-}
-_NESTED = (LogPosition, PayloadRef, SessionId, UpdateId)
+_CLASSES: dict[RecordType, type[Any]] = {cls.type: cls for cls in typing.get_args(ControlRecord)}
+_Convert = Callable[[Any], Any]
 
 
 def record_fields(record: ControlRecord) -> dict[str, object]:
     """The msgpack-able fields of a record: ids as lists, enums by value."""
-    return {f.name: _plain(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    return {
+        name: getattr(record, name) if encode is None else encode(getattr(record, name))
+        for name, encode, _ in _codec(type(record))
+    }
 
 
 def record_from_fields(type_number: int, fields: dict[str, Any]) -> ControlRecord:
@@ -442,37 +448,60 @@ def record_from_fields(type_number: int, fields: dict[str, Any]) -> ControlRecor
     """
     try:
         cls = _CLASSES[RecordType(type_number)]
-        hints = typing.get_type_hints(cls)
-        known = {f.name: hints[f.name] for f in dataclasses.fields(cls)}
-        return cls(**{k: _typed(fields[k], known[k]) for k in known if k in fields})
-    except (KeyError, TypeError) as error:
+        return cls(
+            **{
+                name: fields[name] if decode is None else decode(fields[name])
+                for name, _, decode in _codec(cls)
+                if name in fields
+            }
+        )
+    except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not a valid record of type {type_number}: {error}") from error
 
 
-def _plain(value: object) -> object:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, _NESTED):
-        return [_plain(getattr(value, f.name)) for f in dataclasses.fields(value)]
-    if isinstance(value, tuple):
-        return list(typing.cast("tuple[object, ...]", value))
-    return value
+@functools.cache
+def _codec(cls: type[Any]) -> tuple[tuple[str, _Convert | None, _Convert | None], ...]:
+    """Field name, encoder and decoder (None: as it is) of every field; type hints are slow to read."""
+    hints = typing.get_type_hints(cls)
+    return tuple((f.name, *_converters(hints[f.name])) for f in dataclasses.fields(cls))
 
 
-def _typed(value: Any, hint: Any) -> Any:
-    if value is None:
-        return None
+def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
     options = typing.get_args(hint)
     if type(None) in options:
-        hint = next(option for option in options if option is not type(None))
+        encode, decode = _converters(next(o for o in options if o is not type(None)))
+        return _unless_none(encode), _unless_none(decode)
     if typing.get_origin(hint) is tuple:
-        return tuple(value)
+        return list, tuple
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
+        return operator.attrgetter("value"), hint
     if hint is SessionId:
-        return SessionId(GroupId(value[0]), value[1])
+        return _session_list, _session_from
     if hint is UpdateId:
-        return UpdateId(GlobalStep(value[0]), LocalUpdate(value[1]))
-    if isinstance(hint, type) and hint in _NESTED:
-        return hint(*value)
-    return value
+        return _update_list, _update_from
+    if hint in (LogPosition, PayloadRef):
+        names = [f.name for f in dataclasses.fields(hint)]
+        return lambda value: [getattr(value, name) for name in names], lambda value: hint(*value)
+    return None, None
+
+
+def _unless_none(convert: _Convert | None) -> _Convert | None:
+    if convert is None:
+        return None
+    return lambda value: None if value is None else convert(value)
+
+
+def _session_list(session: SessionId) -> list[int]:
+    return [session.group, session.index]
+
+
+def _session_from(value: Any) -> SessionId:
+    return SessionId(GroupId(value[0]), value[1])
+
+
+def _update_list(update: UpdateId) -> list[int]:
+    return [update.global_step, update.local_update]
+
+
+def _update_from(value: Any) -> UpdateId:
+    return UpdateId(GlobalStep(value[0]), LocalUpdate(value[1]))
