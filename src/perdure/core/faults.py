@@ -52,6 +52,9 @@ class FaultPoint(enum.Enum):
     RESTORE_DONE = "restore_done"
     REDO_STEP = "redo_step"
     REDO_DONE = "redo_done"
+    STORAGE_TEMPORARY_SYNCED = "storage_temporary_synced"
+    STORAGE_RENAMED = "storage_renamed"
+    STORAGE_LINKED = "storage_linked"
 
 
 class FaultHook(Protocol):

@@ -48,6 +48,9 @@ class RunLock(Protocol):
 class Storage(Protocol):
     """Durable files. Every method raises ``StorageError`` when the storage refuses.
 
+    Reading, sizing, mapping, renaming or syncing what is absent raises ``FileNotFoundError``;
+    creating something in an absent directory is a ``StorageError``.
+
     "Durable" means: survives the death of the process and the loss of power. A name is durable only
     after its directory was synced.
     """
@@ -72,7 +75,8 @@ class Storage(Protocol):
         """Create ``path`` with full content, durably, or return False if it exists.
 
         Temporary file, fsync, ``link(2)``, fsync directory: of several callers exactly one wins
-        and nobody ever sees a part of the content.
+        and nobody ever sees a part of the content. When this returns False, the file that is there
+        is durable with its name, so that losers may build on what the winner wrote.
         """
         ...
 

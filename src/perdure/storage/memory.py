@@ -16,7 +16,7 @@ import numpy as np
 
 from perdure.storage.memory_disk import DirNode, Disk, FileNode, Node, Operation, PowerLost
 from perdure.storage.power_loss import CrashMode, PowerLoss
-from perdure.storage.refusals import TEMPORARY_PREFIX, abandoned, refusal, relative_parts
+from perdure.storage.refusals import TEMPORARY_PREFIX, refusal, relative_parts
 
 
 class MemoryStorage:
@@ -85,12 +85,13 @@ class MemoryStorage:
         """Copies for a bounded set of extreme outcomes of a loss of power, for exhaustive tests.
 
         Nothing kept, everything kept, every single unsynced change of names dropped, kept alone or
-        cut off behind, and for every unsynced file prefixes, torn ends, garbage and missing sectors.
+        cut off behind, and for every unsynced file prefixes, torn ends, garbage and missing
+        sectors. The storage must not be written while the generator runs.
         """
         with self._disk.mutex:
             loss = PowerLoss(self._disk, self._crash_rng(None))
-            for choice in loss.extremes():
-                yield self._on(loss.found(choice))
+        for choice in loss.extremes():
+            yield self._on(loss.found(choice))
 
     def files(self) -> dict[str, bytes]:
         """Every file as processes see it, temporary ones included."""

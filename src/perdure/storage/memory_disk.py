@@ -192,6 +192,7 @@ class Disk:
         Args:
             kept: The unsynced changes of names that reached the disk.
             tails: For each file with unsynced bytes, what is found behind its synced ones.
+            seed: Seed of the new disk.
         """
         view = _DurableView()
         chosen = set(kept)

@@ -8,6 +8,7 @@ combination. What was synced is always there.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -89,7 +90,7 @@ class PowerLoss:
                 return CrashChoice(self._all_names, garbage)
 
     def extremes(self) -> Iterator[CrashChoice]:
-        """A bounded set of outcomes without repetition: the modes, single drops, prefixes, holes."""
+        """A bounded set of distinct outcomes: the modes, single drops, prefixes and holes."""
         seen: set[CrashChoice] = set()
         for choice in self._extremes():
             if choice not in seen:
@@ -167,7 +168,7 @@ def _sectors(node: FileNode) -> list[tuple[int, int]]:
     edges = [node.synced, *inner, len(node.data)]
     return [
         (start - node.synced, stop - node.synced)
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
         if stop > start
     ]
 

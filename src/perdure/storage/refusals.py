@@ -16,7 +16,7 @@ _WAYS_OUT = MappingProxyType(
         errno.ENOSPC: "free space on this file system, then resume; nothing acknowledged is lost",
         errno.EDQUOT: "free space inside your quota, then resume; nothing acknowledged is lost",
         errno.EACCES: "make the directory writable for this user or choose another run directory",
-        errno.EPERM: "choose a run directory on a local POSIX file system where this user may write",
+        errno.EPERM: "choose a run directory on a local POSIX file system (hard links, flock)",
         errno.EROFS: "remount the file system writable or choose another run directory",
         errno.EIO: "check the disk (kernel log, SMART), then resume; what was acknowledged is kept",
         errno.ENOENT: "create the directory, or check that nobody removed it",

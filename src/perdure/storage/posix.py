@@ -1,0 +1,323 @@
+"""Storage on a POSIX file system with rename(2), link(2), fsync(2) and flock(2)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from perdure.core.faults import FaultHook, FaultPoint, NoFaults
+from perdure.storage.refusals import TEMPORARY_PREFIX, abandoned, refusal, relative_parts
+
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+_APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_FILE_MODE = 0o644
+
+
+class PosixStorage:
+    """A :class:`~perdure.core.storage_api.Storage` below one directory. Thread-safe.
+
+    Args:
+        root: The directory. ``make_dirs("")`` creates it.
+        faults: Reached between the steps of atomic writes and exclusive creations.
+    """
+
+    def __init__(self, root: Path, *, faults: FaultHook | None = None) -> None:
+        self._root = os.path.abspath(root)
+        self._faults = NoFaults() if faults is None else faults
+
+    @property
+    def root(self) -> Path:
+        return Path(self._root)
+
+    def make_dirs(self, path: str) -> None:
+        with _refusing("create directory", path):
+            self._make_root()
+            directory = self._root
+            for name in relative_parts(path):
+                parent, directory = directory, os.path.join(directory, name)
+                _make_dir(directory)
+                # Also for an existing one: whoever made it may have died before this sync.
+                _sync_dir(parent)
+
+    def create_append(self, path: str) -> PosixAppendFile:
+        full = self._full(path)
+        with _refusing("create", path, passing=FileExistsError):
+            descriptor = os.open(full, _APPEND_FLAGS, _FILE_MODE)
+            try:
+                _sync_dir(os.path.dirname(full))
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return PosixAppendFile(path, descriptor)
+
+    def write_atomic(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        with _refusing("write", path), self._temporary(full, data) as temporary:
+            os.rename(temporary, full)
+            self._faults.reach(FaultPoint.STORAGE_RENAMED)
+            _sync_dir(os.path.dirname(full))
+
+    def create_exclusive(self, path: str, data: bytes) -> bool:
+        full = self._full(path)
+        created = True
+        with _refusing("create", path):
+            with self._temporary(full, data) as temporary:
+                try:
+                    os.link(temporary, full)
+                except FileExistsError:
+                    created = False
+                self._faults.reach(FaultPoint.STORAGE_LINKED)
+            _sync_dir(os.path.dirname(full))
+        return created
+
+    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
+        assert offset >= 0
+        with (
+            _refusing("read", path, passing=FileNotFoundError),
+            open(self._full(path), "rb") as file,
+        ):
+            file.seek(offset)
+            return file.read(-1 if length is None else length)
+
+    def map(self, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        with (
+            _refusing("map", path, passing=FileNotFoundError),
+            open(self._full(path), "rb") as file,
+        ):
+            if os.fstat(file.fileno()).st_size == 0:
+                return np.frombuffer(b"", np.uint8)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+    def size(self, path: str) -> int:
+        with _refusing("stat", path, passing=FileNotFoundError):
+            return os.stat(self._full(path)).st_size
+
+    def exists(self, path: str) -> bool:
+        with _refusing("stat", path):
+            try:
+                os.stat(self._full(path))
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+    def list(self, path: str) -> list[str]:
+        with _refusing("list", path):
+            try:
+                names = os.listdir(self._full(path))
+            except FileNotFoundError:
+                return []
+            return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
+
+    def rename(self, source: str, target: str) -> None:
+        with _refusing("rename", source, passing=FileNotFoundError):
+            os.rename(self._full(source), self._full(target))
+
+    def remove(self, path: str) -> None:
+        full = self._full(path)
+        with _refusing("remove", path):
+            try:
+                os.unlink(full)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            except IsADirectoryError:
+                _remove_tree(full)
+
+    def sync_file(self, path: str) -> None:
+        with _refusing("sync", path, passing=FileNotFoundError):
+            descriptor = os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def sync_dir(self, path: str) -> None:
+        with _refusing("sync directory", path, passing=FileNotFoundError):
+            _sync_dir(self._full(path))
+
+    def lock(self, path: str) -> PosixLock | None:
+        with _refusing("lock", path):
+            descriptor = os.open(
+                self._full(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE
+            )
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(descriptor)
+                if isinstance(error, BlockingIOError):
+                    return None
+                raise
+        return PosixLock(descriptor)
+
+    def _full(self, path: str) -> str:
+        return os.path.join(self._root, *relative_parts(path))
+
+    def _make_root(self) -> None:
+        missing = [self._root]
+        while not os.path.isdir(parent := os.path.dirname(missing[-1])):
+            missing.append(parent)
+        for directory in reversed(missing):
+            _make_dir(directory)
+            _sync_dir(os.path.dirname(directory))
+
+    @contextlib.contextmanager
+    def _temporary(self, full: str, data: bytes) -> Generator[str]:
+        """A durable temporary file beside ``full``; what is left of it in the end is removed."""
+        directory, name = os.path.split(full)
+        temporary = os.path.join(directory, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}-{name}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(temporary, flags, _FILE_MODE)
+        try:
+            try:
+                _write(descriptor, [data])
+                os.fdatasync(descriptor)
+            finally:
+                os.close(descriptor)
+            self._faults.reach(FaultPoint.STORAGE_TEMPORARY_SYNCED)
+            yield temporary
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+class PosixAppendFile:
+    """An open file that only grows."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path = path
+        self._descriptor = descriptor
+        self._size = 0
+        self._failed = False
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def append(self, pieces: Iterable[bytes | memoryview]) -> int:
+        self._check()
+        try:
+            written = _write(self._descriptor, list(pieces))
+        except OSError as error:
+            self._failed = True
+            raise refusal("append", where=self._path, error=error) from error
+        offset = self._size
+        self._size = offset + written
+        return offset
+
+    def sync(self) -> None:
+        self._check()
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            self._failed = True
+            raise refusal("sync", where=self._path, error=error) from error
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _check(self) -> None:
+        assert self._descriptor >= 0, "the file is closed"
+        if self._failed:
+            raise abandoned(self._path)
+
+
+class PosixLock:
+    """A held flock(2). It falls with the process: forked children give their copy up at once."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        if self in _held:
+            _held.remove(self)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            os.close(self._descriptor)
+
+    def forget(self) -> None:
+        """Close the inherited descriptor without unlocking what the parent holds."""
+        os.close(self._descriptor)
+
+
+_held: set[PosixLock] = set()
+
+
+def _forget_locks() -> None:
+    # A flock lives as long as any copy of its descriptor: a worker forked by a trainer that is
+    # killed would keep the run busy for ever.
+    while _held:
+        _held.pop().forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+@contextlib.contextmanager
+def _refusing(action: str, path: str, *, passing: type[OSError] | None = None) -> Generator[None]:
+    """Turn an ``OSError`` into a ``StorageError``, except the one the contract lets through."""
+    try:
+        yield
+    except OSError as error:
+        if passing is not None and isinstance(error, passing):
+            raise
+        raise refusal(action, where=path, error=error) from error
+
+
+def _make_dir(directory: str) -> None:
+    try:
+        os.mkdir(directory)
+    except FileExistsError:
+        if not os.path.isdir(directory):
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", directory) from None
+
+
+def _sync_dir(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_tree(directory: str) -> None:
+    while os.path.lexists(directory):
+        # Somebody else may be removing it too: what is gone is gone, the rest is still ours.
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(directory)
+
+
+def _write(descriptor: int, pieces: list[bytes | memoryview]) -> int:
+    """Write all pieces and return their bytes; the kernel may take fewer at a time."""
+    total = 0
+    for start in range(0, len(pieces), _IOV_MAX):
+        batch = pieces[start : start + _IOV_MAX]
+        expected = sum(memoryview(piece).nbytes for piece in batch)
+        written = os.writev(descriptor, batch)
+        while written < expected:
+            written += os.writev(descriptor, _behind(batch, written))
+        total += expected
+    return total
+
+
+def _behind(pieces: list[bytes | memoryview], offset: int) -> list[memoryview]:
+    """What is left of the pieces behind their first ``offset`` bytes."""
+    rest: list[memoryview] = []
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        rest.append(view[min(offset, view.nbytes) :])
+        offset -= min(offset, view.nbytes)
+    return rest
