@@ -166,7 +166,7 @@ class Transformer(nn.Module):
             if config.tie_embeddings
             else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
-        self._rotary = rotary_table(config, torch.device("cpu"))
+        self._rotary: Tensor | None = None
 
     def forward(
         self,
@@ -202,8 +202,8 @@ class Transformer(nn.Module):
 
     def _rotary_at(self, tokens_BT: Tensor, positions: Tensor | None) -> Tensor:
         """Cosines and sines broadcastable over heads, (2, 1 or B, T, 1, C)."""
-        if self._rotary.device != tokens_BT.device:
-            self._rotary = self._rotary.to(tokens_BT.device)
+        if self._rotary is None or self._rotary.device != tokens_BT.device:
+            self._rotary = rotary_table(self.config, tokens_BT.device)
         if positions is not None:
             table = self._rotary[:, positions]
         elif tokens_BT.shape[1] > self.config.max_positions:

@@ -1,0 +1,187 @@
+"""What the embedded engine holds on its device: weights and cache, and the two things it computes.
+
+Deterministic shapes: prefill runs a constant number of rows at a padded length that depends on the
+prompt alone, decoding runs every slot at the full attention length. So no bit of a request's result
+depends on what else is running.
+
+Legend: S slots, N rows, B prompts, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perdure.core.errors import TrainingError
+from perdure.core.trajectories import Array
+from perdure.models.digest import digest_weights, weights_of
+from perdure.models.transformer import ModelConfig, Transformer
+from perdure.rollout.kv_cache import KVCache
+from perdure.rollout.sampling import RowSampling, sample
+from perdure.rollout.slots import SlotTable
+
+PREFILL_ROWS = 8
+"""Rows of a deterministic prefill batch."""
+PREFILL_TOKENS = 16
+"""Shortest padded prompt; longer ones are padded to the next power of two."""
+LENGTH_QUANTUM = 8
+"""The attention length of a decode step is a multiple of this."""
+
+
+class DecoderOptions(Protocol):
+    """The engine options that matter on the device."""
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def deterministic(self) -> bool: ...
+
+    @property
+    def device(self) -> str: ...
+
+
+class Decoder:
+    """A transformer with its own weight buffers and a slot cache."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
+        self._options = options
+        self._device = torch.device(options.device)
+        with torch.device("meta"):
+            model = Transformer(config)
+        self._model = model.to_empty(device=self._device).requires_grad_(False).eval()
+        self._cache = KVCache(
+            config, slots=options.slots, max_tokens=options.max_tokens, device=self._device
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        held = (*self._model.parameters(), self._cache.keys, self._cache.values)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def load_weights(self, weights: Mapping[str, Any]) -> str:
+        """Copy the weights in, all or none, and return the digest of what is held.
+
+        Raises:
+            ValueError: Names, shapes or dtypes differ; nothing was copied.
+        """
+        held = weights_of(self._model)
+        incoming = {name: torch.as_tensor(weights[name]) for name in weights}
+        if incoming.keys() != held.keys():
+            missing = sorted(held.keys() - incoming.keys())
+            extra = sorted(incoming.keys() - held.keys())
+            raise ValueError(f"weights do not fit the model: missing {missing}, extra {extra}")
+        for name, tensor in held.items():
+            given = incoming[name]
+            if given.shape != tensor.shape or given.dtype != tensor.dtype:
+                raise ValueError(
+                    f"weight {name} is {tuple(given.shape)} {given.dtype}, "
+                    f"the model holds {tuple(tensor.shape)} {tensor.dtype}"
+                )
+        for name, tensor in held.items():
+            tensor.copy_(incoming[name])
+        self._cache.clear()
+        return digest_weights(held)
+
+    @torch.inference_mode()
+    def prefill(self, entering: Sequence[tuple[int, Array]]) -> None:
+        """Fill slots with all but the last context token (that one is fed by the next step).
+
+        Equal contexts (the sessions of a group) are computed once.
+
+        Args:
+            entering: (slot, int64 context) of each request.
+        """
+        buckets: dict[int, dict[bytes, tuple[Array, list[int]]]] = {}
+        for slot, context in entering:
+            if len(context) > 1:
+                bucket = buckets.setdefault(self._padded(len(context) - 1), {})
+                bucket.setdefault(context.tobytes(), (context[:-1], []))[1].append(slot)
+        for padded, bucket in buckets.items():
+            prompts = list(bucket.values())
+            rows = PREFILL_ROWS if self._options.deterministic else len(prompts)
+            for start in range(0, len(prompts), rows):
+                self._prefill(prompts[start : start + rows], padded, rows)
+
+    def _padded(self, tokens: int) -> int:
+        power = 1 << (tokens - 1).bit_length()
+        return min(max(power, PREFILL_TOKENS), self._options.max_tokens)
+
+    def _prefill(self, prompts: Sequence[tuple[Array, list[int]]], padded: int, rows: int) -> None:
+        if not self._options.deterministic:
+            padded = max(len(prompt) for prompt, _ in prompts)
+        tokens_BT = np.zeros((rows, padded), np.int64)
+        sources: list[int] = []
+        targets: list[int] = []
+        for row, (prompt, slots) in enumerate(prompts):
+            tokens_BT[row, : len(prompt)] = prompt
+            targets += slots
+            sources += [row] * len(slots)
+        attend = self._cache.prefill_attention(self._to(targets), self._to(sources))
+        self._model(self._to(tokens_BT), attend=attend)
+
+    def compact(self, table: SlotTable) -> None:
+        """Move live rows to the front, so that a step computes no free ones."""
+        targets, sources = table.compaction()
+        if targets:
+            table.move(targets, sources)
+            self._cache.move(self._to(targets), self._to(sources))
+
+    @torch.inference_mode()
+    def step(self, table: SlotTable) -> tuple[Array, Array]:
+        """Feed each row's current token and draw the next one.
+
+        Returns:
+            int64 (N,) tokens and float32 (N,) log-probabilities; N is every slot when deterministic,
+            else the live rows, which must lie in front.
+
+        Raises:
+            TrainingError: The model's output is not finite.
+        """
+        if self._options.deterministic:
+            rows, length = len(table.live), self._options.max_tokens
+        else:
+            rows = table.count
+            length = int(table.position[:rows].max()) // LENGTH_QUANTUM * LENGTH_QUANTUM
+            length = min(length + LENGTH_QUANTUM, self._options.max_tokens)
+        positions_N = self._to(table.position[:rows])
+        hidden_N1D = self._model(
+            self._to(table.token[:rows, None]),
+            positions=positions_N[:, None],
+            attend=self._cache.decode_attention(positions_N, length),
+        )
+        tokens_N, logprobs_N = sample(
+            self._model.logits(hidden_N1D[:, 0]),
+            self._to(table.next_uniforms(rows)),
+            self._row_sampling(table, rows),
+        )
+        tokens, logprobs = tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
+        if not np.isfinite(logprobs[table.live[:rows]]).all():
+            raise TrainingError(
+                "the model's log-probabilities are not finite",
+                where="rollout engine",
+                rule="weights that generate must give finite outputs",
+                way_out="load finite weights; see the learner's last steps for where they broke",
+            )
+        return tokens, logprobs
+
+    def _row_sampling(self, table: SlotTable, rows: int) -> RowSampling:
+        truncated = (table.top_k[:rows] < table.vocab_size) | (table.top_p[:rows] < 1)
+        return RowSampling(
+            temperature_N=self._to(table.temperature[:rows]),
+            top_k_N=self._to(table.top_k[:rows]),
+            top_p_N=self._to(table.top_p[:rows]),
+            greedy_N=self._to(table.greedy[:rows]),
+            truncated_N=self._to(truncated) if truncated.any() else None,
+            some_greedy=bool(table.greedy[:rows].any()),
+        )
+
+    def _to(self, values: Array | list[int]) -> Tensor:
+        return torch.as_tensor(values).to(self._device)

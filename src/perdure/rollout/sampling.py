@@ -1,0 +1,77 @@
+"""Choosing tokens for many rows at once, each with its own parameters and its own uniform number.
+
+Legend: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Sampling parameters of N rows.
+
+    Attributes:
+        temperature_N: float32, positive; 1 for greedy rows.
+        top_k_N: int64; the vocabulary size where nothing is cut.
+        top_p_N: float64; 1 where nothing is cut.
+        greedy_N: bool.
+        truncated_N: bool, rows with top-k or top-p; None when there are none.
+        some_greedy: Whether any row is greedy.
+    """
+
+    temperature_N: Tensor
+    top_k_N: Tensor
+    top_p_N: Tensor
+    greedy_N: Tensor
+    truncated_N: Tensor | None
+    some_greedy: bool
+
+
+def sample(logits_NV: Tensor, uniform_N: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor]:
+    """Draw one token a row by inverting the cumulative distribution in token-id order.
+
+    Every operation works row by row, so a row's result is the same whatever the other rows hold.
+
+    Args:
+        logits_NV: float.
+        uniform_N: float64 in [0, 1).
+        rows: Parameters of each row.
+
+    Returns:
+        int64 (N,) tokens and float32 (N,) log-probabilities of the distribution drawn from.
+    """
+    scaled_NV = logits_NV.float() / rows.temperature_N[:, None]
+    if rows.truncated_N is not None:
+        cut_NV = _cut(scaled_NV, rows) & rows.truncated_N[:, None]
+        scaled_NV = scaled_NV.masked_fill(cut_NV, -torch.inf)
+    cdf_NV = scaled_NV.softmax(-1).cumsum(-1, dtype=torch.float64)
+    total_N = cdf_NV[:, -1]
+    # The threshold stays below the total, so that a token of probability 0 is never chosen.
+    threshold_N = torch.minimum(uniform_N * total_N, total_N.nextafter(torch.zeros_like(total_N)))
+    tokens_N = (cdf_NV <= threshold_N[:, None]).sum(-1)
+    if rows.some_greedy:
+        tokens_N = torch.where(rows.greedy_N, scaled_NV.argmax(-1), tokens_N)
+    logprobs_N = scaled_NV.log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
+    return tokens_N, logprobs_N
+
+
+def _cut(scaled_NV: Tensor, rows: RowSampling) -> Tensor:
+    """What top-k, then top-p of what is left, remove: bool (N, V).
+
+    Top-p keeps the smallest set of most likely tokens whose probability reaches p (Holtzman et al.
+    2020, arXiv:1904.09751, eq. 2). Equal logits rank by token id.
+    """
+    sorted_NV, order_NV = scaled_NV.sort(-1, descending=True, stable=True)
+    ranks_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
+    beyond_k_NV = ranks_V >= rows.top_k_N[:, None]
+    probs_NV = sorted_NV.masked_fill(beyond_k_NV, -torch.inf).softmax(-1)
+    before_NV = probs_NV.cumsum(-1, dtype=torch.float64) - probs_NV
+    beyond_p_NV = (before_NV >= rows.top_p_N[:, None]) & (rows.top_p_N[:, None] < 1)
+    # The most likely token always stays, however small p is.
+    beyond_NV = (beyond_k_NV | beyond_p_NV) & (ranks_V > 0)
+    return torch.zeros_like(beyond_NV).scatter(1, order_NV, beyond_NV)
