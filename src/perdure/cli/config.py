@@ -1,0 +1,40 @@
+"""``perdure config show``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perdure.cli.output import JsonOption, print_json
+
+app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Look at configurations."""
+
+
+@app.command("show", epilog="Example: perdure config show recipes/tiny.yaml seed=7")
+def show(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file that describes a run.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings in place of the recipe's."),
+    ] = None,
+    *,
+    json: JsonOption = False,
+) -> None:
+    """Print the resolved configuration: every setting, defaults included."""
+    from perdure.config import config_digest, load_config, render_yaml
+    from perdure.trainers.config import RunConfig
+
+    config = load_config(RunConfig, recipe, overrides or ())
+    if json:
+        print_json({"config": config.model_dump(mode="json"), "digest": config_digest(config)})
+    else:
+        typer.echo(render_yaml(config), nl=False)

@@ -1,0 +1,72 @@
+"""``perdure``: the commands, and how an error becomes one sentence and an exit code."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from perdure import __version__
+from perdure.cli import audit, ckpt, config, train
+from perdure.cli.output import report_error
+from perdure.core.errors import PerdureError
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
+
+
+class _ReportingGroup(TyperGroup):
+    """Prints what perdure refuses as one sentence; everything else is a bug and has a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PerdureError as error:
+            report_error(error)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(INTERRUPTED) from error
+
+
+app = typer.Typer(
+    cls=_ReportingGroup,
+    name="perdure",
+    help="Reinforcement learning that loses nothing to a crash, and proves it.",
+    epilog="Example: perdure train recipes/tiny.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"perdure {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    del version
+
+
+app.command("train", epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command("resume", epilog=train.RESUME_EXAMPLES)(train.resume)
+app.command("audit", epilog=audit.EXAMPLES)(audit.audit)
+app.add_typer(ckpt.app, name="ckpt")
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """Entry point of the ``perdure`` command."""
+    app()

@@ -1,0 +1,25 @@
+"""Where commands write: people read text, programs read one JSON document per line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from perdure.core.errors import PerdureError
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def report_error(error: PerdureError) -> None:
+    """One sentence on standard error: what, where, rule, way out."""
+    typer.echo(f"perdure: {error}", err=True)
+
+
+def print_json(value: Mapping[str, object]) -> None:
+    """One JSON object on one line; flushed, so that a pipe sees it at once."""
+    sys.stdout.write(json.dumps(value, default=str) + "\n")
+    sys.stdout.flush()

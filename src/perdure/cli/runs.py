@@ -1,0 +1,53 @@
+"""Finding runs and giving new ones a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perdure.core.errors import NothingToResumeError
+
+if TYPE_CHECKING:
+    from perdure.core.storage_api import Storage
+
+RUNS_DIR = Path("runs")
+RUN_FILE = "run.json"
+
+
+def open_run(run_dir: Path) -> Storage:
+    """Storage of an existing run, for reading.
+
+    Raises:
+        NothingToResumeError: There is no run; names the nearest one.
+    """
+    if not (run_dir / RUN_FILE).is_file():
+        raise NothingToResumeError(
+            "no run here",
+            where=str(run_dir),
+            rule=f"a run directory holds {RUN_FILE}",
+            way_out=_way_out(run_dir),
+        )
+    from perdure.storage import PosixStorage
+
+    return PosixStorage(run_dir)
+
+
+def new_run_dir(stem: str, parent: Path = RUNS_DIR) -> Path:
+    """The first free ``runs/<stem>-<n>``. Starting the run claims it; this only proposes."""
+    number = 1
+    while (parent / f"{stem}-{number}").exists():
+        number += 1
+    return parent / f"{stem}-{number}"
+
+
+def _way_out(run_dir: Path) -> str:
+    from perdure.config import nearest
+
+    folders = dict.fromkeys((run_dir.parent, RUNS_DIR))
+    runs = [str(f.parent) for folder in folders for f in sorted(folder.glob(f"*/{RUN_FILE}"))]
+    close = nearest(str(run_dir), runs)
+    if close is not None:
+        return f"did you mean {close!r}?"
+    if runs:
+        return f"use one of: {', '.join(runs)}"
+    return "start one with `perdure train RECIPE`"

@@ -1,0 +1,88 @@
+"""``perdure train`` and ``perdure resume``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from perdure.cli.output import JsonOption
+from perdure.cli.runs import new_run_dir, open_run
+
+if TYPE_CHECKING:
+    from perdure.cli.display import Display
+
+TRAIN_EXAMPLES = (
+    "Examples:\n\n"
+    "perdure train recipes/sort_digits.yaml\n\n"
+    "perdure train recipes/tiny.yaml seed=7 trainer.total_steps=50 --run runs/try"
+)
+RESUME_EXAMPLES = (
+    "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over"
+)
+
+
+def train(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="YAML file that describes the run.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings in place of the recipe's."),
+    ] = None,
+    *,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="New directory; by default runs/RECIPE-1, -2, …."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Start a run: train the model of a recipe."""
+    from perdure.config import load_config
+    from perdure.trainers.config import RunConfig
+
+    config = load_config(RunConfig, recipe, overrides or ())
+    run_dir = run or new_run_dir(recipe.stem)
+    from perdure.trainers.launch import train as launch_train
+
+    with _running(run_dir, json=json) as display:
+        launch_train(config, run_dir, display=display)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    *,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Fence off a process that still holds the run."),
+    ] = False,
+    no_redo: Annotated[
+        bool,
+        typer.Option("--no-redo", help="Go on from the checkpoint instead of redoing steps."),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Go on with a run that was interrupted, as if nothing had happened."""
+    open_run(run)
+    from perdure.trainers.launch import resume as launch_resume
+
+    with _running(run, json=json) as display:
+        launch_resume(run, take_over=take_over, redo=not no_redo, display=display)
+
+
+@contextmanager
+def _running(run_dir: Path, *, json: bool) -> Iterator[Display]:
+    """Display for one incarnation; ends with the summary, or says how to go on."""
+    from perdure.cli.display import make_display
+    from perdure.cli.summary import summarize
+
+    with make_display(json=json) as display:
+        try:
+            yield display
+        except KeyboardInterrupt:
+            display.note(f"interrupted; go on with: perdure resume {run_dir}")
+            raise
+        display.summary(summarize(run_dir))
