@@ -1,0 +1,166 @@
+"""Records of small histories, and one comparable value of a folded state, for experience tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from perdure.core.ids import (
+    GlobalStep,
+    GroupId,
+    IncarnationNumber,
+    LocalUpdate,
+    LogPosition,
+    OptimizerStep,
+    PayloadRef,
+    PolicyVersion,
+    SessionId,
+    UpdateId,
+)
+from perdure.core.records import (
+    Checkpointed,
+    ControlRecord,
+    Evicted,
+    EvictionReason,
+    GroupOutcome,
+    GroupSettled,
+    Published,
+    Refilled,
+    SessionDone,
+    StepDone,
+    StopReason,
+    Submitted,
+    Taken,
+)
+from perdure.core.trajectories import Segment, Trajectory
+from perdure.experience.fold import ExperienceState
+
+REF = PayloadRef(IncarnationNumber(1), 0, 64, 64, 7)
+
+
+def at(offset: int, incarnation: int = 1) -> LogPosition:
+    return LogPosition(IncarnationNumber(incarnation), 0, offset)
+
+
+def submitted(group: int, *, step: int = 1, sessions: int = 2) -> Submitted:
+    return Submitted(
+        group=GroupId(group),
+        submitted_step=GlobalStep(step),
+        sessions=sessions,
+        prompt_ids=(1, 2, group),
+        task="sort",
+        answer=str(group),
+        dataset_digest="d",
+        data_index=group,
+    )
+
+
+def session_done(group: int, index: int, *, reward: float = 1.0, version: int = 0) -> SessionDone:
+    return SessionDone(
+        session=SessionId(GroupId(group), index),
+        payload=REF,
+        reward=reward,
+        stop_reason=StopReason.STOP,
+        tokens=3,
+        first_version=PolicyVersion(version),
+        last_version=PolicyVersion(version),
+    )
+
+
+def settled(group: int, outcome: GroupOutcome = GroupOutcome.FINISHED) -> GroupSettled:
+    return GroupSettled(
+        GroupId(group), outcome, "" if outcome is GroupOutcome.FINISHED else "broke"
+    )
+
+
+def finished_group(
+    group: int, *, step: int = 1, rewards: Iterable[float] = (0.0, 1.0)
+) -> list[ControlRecord]:
+    rewards = list(rewards)
+    done = [session_done(group, i, reward=reward) for i, reward in enumerate(rewards)]
+    return [submitted(group, step=step, sessions=len(rewards)), *done, settled(group)]
+
+
+def update_id(step: int, local: int = 0) -> UpdateId:
+    return UpdateId(GlobalStep(step), LocalUpdate(local))
+
+
+def taken(step: int, groups: Iterable[int], local: int = 0) -> Taken:
+    return Taken(update_id(step, local), tuple(groups), "config")
+
+
+def step_done(step: int, digest: str = "") -> StepDone:
+    text = digest or f"digest-{step}"
+    return StepDone(GlobalStep(step), text, f"policy-{text}", OptimizerStep(step), {}, {})
+
+
+def evicted(group: int, reason: EvictionReason = EvictionReason.AGE, step: int = 1) -> Evicted:
+    return Evicted(GroupId(group), reason, GlobalStep(step))
+
+
+def refilled(group: int, replaces: int) -> Refilled:
+    return Refilled(GroupId(group), GroupId(replaces))
+
+
+def checkpointed(step: int, position: LogPosition, phase: str = "train") -> Checkpointed:
+    prefix = "step" if phase == "train" else "warm"
+    return Checkpointed(f"{prefix}-{step:08d}-1", phase, step, f"manifest-{step}", position)
+
+
+def published(version: int, step: int = 0) -> Published:
+    return Published(PolicyVersion(version), f"weights-{version}", GlobalStep(step))
+
+
+def placed(records: Iterable[ControlRecord], *, start: int = 0) -> list[Any]:
+    """The records with made-up places, 64 bytes each."""
+    return [(at(start + 64 * (i + 1)), record) for i, record in enumerate(records)]
+
+
+def trajectory(group: int, index: int, *, version: int = 0, length: int = 4) -> Trajectory:
+    """A trajectory whose numbers name its session."""
+    tokens = np.arange(length, dtype=np.int32) + 100 * group + 10 * index
+    return Trajectory(
+        session=SessionId(GroupId(group), index),
+        prompt_ids_P=np.array([1, 2, group], dtype=np.int32),
+        response_ids_T=tokens,
+        logprobs_T=-0.25 * np.ones(length, dtype=np.float32),
+        loss_mask_T=np.ones(length, dtype=np.uint8),
+        segments=(Segment(PolicyVersion(version), 0, length),),
+        stop_reason=StopReason.STOP,
+    )
+
+
+def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]:
+    """All that a state says, as plain values; ``places`` includes positions in the log."""
+    table = state.table
+    value: dict[str, Any] = {
+        "groups": {
+            g: (v.submitted, v.state, dict(v.done), v.reason, v.uniform)
+            for g, v in table.live.items()
+        },
+        "retired": dict(table.retired),
+        "counts": {s: n for s, n in table.counts.items() if n},
+        "evictions": dict(table.evictions),
+        "owed": dict(table.owed),
+        "refills": set(table.refills),
+        "submitted_at": {s: n for s, n in table.submitted_at.items() if n},
+        "next": (table.next_group, table.next_data_index, state.next_update, state.next_version),
+        "finished": list(table.finished),
+        "failed": sorted(g.submitted.group for g in table.failed()),
+        "open": [g.submitted.group for g in table.open()],
+        "taken": list(state.taken.items()),
+        "step_done": dict(state.step_done),
+        "redone": dict(state.redone),
+        "published": dict(state.published),
+        "evaluated": dict(state.evaluated),
+        "checkpoints": list(state.checkpoints.items()),
+        "phase_steps": dict(state.phase_steps),
+        "failures": dict(state.update_failures),
+    }
+    if places:
+        value["position"] = state.position
+        value["places"] = {g: dict(v.positions) for g, v in table.live.items()}
+        value["after"] = state.updates_after(None)
+    return value
