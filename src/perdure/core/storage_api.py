@@ -49,7 +49,9 @@ class Storage(Protocol):
     """Durable files. Every method raises ``StorageError`` when the storage refuses.
 
     Reading, sizing, mapping, renaming or syncing what is absent raises ``FileNotFoundError``;
-    creating something in an absent directory is a ``StorageError``.
+    creating something in an absent directory is a ``StorageError``. After a ``StorageError`` of a
+    call that writes, the call may or may not have taken effect, but never in part, except for
+    appends (a part of the bytes) and the removal of a tree (a part of its files).
 
     "Durable" means: survives the death of the process and the loss of power. A name is durable only
     after its directory was synced.

@@ -42,7 +42,7 @@ class StorageFaultKind(enum.Enum):
     SLOW = "slow"
     """The operation takes ``slow_s`` seconds of the clock."""
     VANISH = "vanish"
-    """The file is gone when it is looked at."""
+    """The file is gone when it is read or sized."""
 
 
 class _Touch(enum.Enum):
@@ -52,7 +52,8 @@ class _Touch(enum.Enum):
     NAME = enum.auto()
     SYNC = enum.auto()
     READ = enum.auto()
-    LOOK = enum.auto()
+    STAT = enum.auto()
+    SEARCH = enum.auto()
 
 
 _STRIKES = MappingProxyType(
@@ -63,9 +64,9 @@ _STRIKES = MappingProxyType(
         StorageFaultKind.NO_SPACE: frozenset({_Touch.WRITE, _Touch.NAME}),
         StorageFaultKind.EIO_WRITE: frozenset({_Touch.WRITE, _Touch.NAME}),
         StorageFaultKind.EIO_SYNC: frozenset({_Touch.SYNC}),
-        StorageFaultKind.EIO_READ: frozenset({_Touch.READ, _Touch.LOOK}),
+        StorageFaultKind.EIO_READ: frozenset({_Touch.READ, _Touch.STAT, _Touch.SEARCH}),
         StorageFaultKind.SLOW: frozenset(_Touch),
-        StorageFaultKind.VANISH: frozenset({_Touch.READ, _Touch.LOOK}),
+        StorageFaultKind.VANISH: frozenset({_Touch.READ, _Touch.STAT}),
     }
 )
 
@@ -130,12 +131,13 @@ class FaultyStorage:
         if kind is StorageFaultKind.EIO_SYNC:
             file.close()
             raise _eio("sync directory", path)
-        self._never_durable.discard(path)
+        self._forget_pages(path)
         return FaultyAppendFile(self, file)
 
     def write_atomic(self, path: str, data: bytes) -> None:
         kind = self._strike_whole_write("write", path)
         self._inner.write_atomic(path, self._flipped(data, kind))
+        self._forget_pages(path)
         self._report_sync(path, kind)
 
     def create_exclusive(self, path: str, data: bytes) -> bool:
@@ -156,15 +158,15 @@ class FaultyStorage:
         return np.frombuffer(self._flipped(mapped.tobytes(), kind), np.uint8)
 
     def size(self, path: str) -> int:
-        self._strike("stat", path, _Touch.LOOK)
+        self._strike("stat", path, _Touch.STAT)
         return self._inner.size(path)
 
     def exists(self, path: str) -> bool:
-        self._strike("stat", path, _Touch.LOOK)
+        self._strike("stat", path, _Touch.SEARCH)
         return self._inner.exists(path)
 
     def list(self, path: str) -> list[str]:
-        self._strike("list", path, _Touch.LOOK)
+        self._strike("list", path, _Touch.SEARCH)
         return self._inner.list(path)
 
     def rename(self, source: str, target: str) -> None:
@@ -178,6 +180,7 @@ class FaultyStorage:
     def remove(self, path: str) -> None:
         self._strike("remove", path, _Touch.NAME)
         self._inner.remove(path)
+        self._forget_pages(path)
 
     def sync_file(self, path: str) -> None:
         if self._strike("sync", path, _Touch.SYNC) is StorageFaultKind.EIO_SYNC:
@@ -219,6 +222,11 @@ class FaultyStorage:
         """Whether a sync of the file failed before."""
         with self._mutex:
             return path in self._never_durable
+
+    def _forget_pages(self, path: str) -> None:
+        """The path leads to a new file or to none."""
+        with self._mutex:
+            self._never_durable.discard(path)
 
     def _strike_whole_write(self, action: str, path: str) -> StorageFaultKind | None:
         kind = self._strike(action, path, _Touch.WRITE, _Touch.SYNC)

@@ -218,6 +218,7 @@ class MemoryStorage:
             self._check()
             if self._find(path) is None:
                 self._create("create", path)
+            self._file("lock", path)
             name = "/".join(relative_parts(path))
             if name in self._disk.locks:
                 return None

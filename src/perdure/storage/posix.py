@@ -124,6 +124,8 @@ class PosixStorage:
     def remove(self, path: str) -> None:
         full = self._full(path)
         with _refusing("remove", path):
+            if full == self._root:
+                raise IsADirectoryError(errno.EISDIR, "the root", path)
             try:
                 os.unlink(full)
             except (FileNotFoundError, NotADirectoryError):
