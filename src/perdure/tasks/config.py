@@ -60,13 +60,11 @@ class TaskConfig(BaseModel):
         for section in sorted(set(SECTIONS.values()) - {own}):
             if getattr(self, section) != type(self).model_fields[section].default:
                 raise ValueError(
-                    f"section {section!r} does not belong to task {self.name!r}; "
-                    f"way out: remove it or use section {own!r}"
+                    f"section {section!r} does not belong to task {self.name!r}, "
+                    f"whose section is {own!r}"
                 )
         if getattr(self, own) is None:
-            raise ValueError(
-                f"task {self.name!r} needs section {own!r}; way out: add it, see docs/tasks.md"
-            )
+            raise ValueError(f"task {self.name!r} needs section {own!r} (see docs/tasks.md)")
         return self
 
 

@@ -49,10 +49,7 @@ class AddOptions(BaseModel):
 
 def _require_order(min_digits: int, max_digits: int) -> None:
     if min_digits > max_digits:
-        raise ValueError(
-            f"min_digits ({min_digits}) must not exceed max_digits ({max_digits}); "
-            "way out: lower min_digits or raise max_digits"
-        )
+        raise ValueError(f"min_digits ({min_digits}) must not exceed max_digits ({max_digits})")
 
 
 def sort_digits(options: DigitsOptions, seed: int) -> GeneratedTask:

@@ -21,7 +21,8 @@ _HELD_OUT_SEED = 0
 """The evaluation set does not depend on the run's seed, so that runs compare."""
 _MAX_DRAWS = 2_000
 """Draws for one prompt. A task of ten prompts misses its side with probability below 1e-100."""
-_HELD_OUT_DRAWS_PER_PROMPT = 20
+_HELD_OUT_REPEATS = 8
+"""Repeated prompts in a row, for each one found, after which there are taken to be no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +95,15 @@ class GeneratedTask:
     def held_out(self, count: int) -> list[Prompt]:
         """The first ``count`` evaluation prompts; the same for every seed."""
         found: dict[str, Draw] = {}
-        for index in range(count * _HELD_OUT_DRAWS_PER_PROMPT):
-            if len(found) == count:
-                break
+        index = repeats = 0
+        while len(found) < count and repeats < _HELD_OUT_REPEATS * (10 + len(found)):
             draws = self._draws(_HELD_OUT_SEED, "held_out", index)
             draw = next((d for d in draws if is_held_out(d.prompt)), None)
-            if draw is not None:
-                found.setdefault(draw.prompt, draw)
+            if draw is None:
+                break
+            repeats = repeats + 1 if draw.prompt in found else 0
+            found.setdefault(draw.prompt, draw)
+            index += 1
         if len(found) < count:
             raise ConfigError(
                 f"only {len(found)} different held-out prompts were found, {count} are asked for",
