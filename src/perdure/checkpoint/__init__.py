@@ -1,0 +1,33 @@
+"""Checkpoints: staged in memory, written and verified behind training, committed in the log.
+
+Torch-specific components lie in :mod:`perdure.checkpoint.torch_components`; importing this package
+does not import torch.
+"""
+
+from perdure.checkpoint.components import ValuesComponent
+from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
+from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
+from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
+from perdure.checkpoint.registry import Kind, Registry
+from perdure.checkpoint.restoration import CheckpointReader, restore
+from perdure.checkpoint.verification import Choice, FileProblem, VerifyReport, choose, verify
+
+__all__ = [
+    "CheckpointEngine",
+    "CheckpointOptions",
+    "CheckpointReader",
+    "Choice",
+    "CommitLedger",
+    "FileProblem",
+    "Kind",
+    "Manifest",
+    "MemoryLedger",
+    "Registry",
+    "StagedInfo",
+    "ValuesComponent",
+    "VerifyReport",
+    "choose",
+    "decode_manifest",
+    "restore",
+    "verify",
+]

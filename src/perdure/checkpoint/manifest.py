@@ -1,0 +1,202 @@
+"""The manifest: what a checkpoint is, what it holds and how every file can be checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from perdure.checkpoint.registry import RESTORE_ORDER, Kind
+from perdure.core import sealed_json
+from perdure.core.errors import DamagedError, FutureFormatError
+from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
+
+FORMAT = 1
+"""Newest manifest format this version writes and reads."""
+
+FEATURES: frozenset[str] = frozenset()
+"""Required features this version understands; a manifest that needs another one is refused."""
+
+CHECKPOINTS = "checkpoints"
+LATEST = "latest.json"
+MANIFEST = "manifest.json"
+STATE_FILE = "state.msgpack"
+EXPERIENCE_FILE = "experience.msgpack"
+
+
+@dataclass(frozen=True, slots=True)
+class StagedInfo:
+    """What the run knows about the moment of staging.
+
+    Attributes:
+        position: End of the control log when the state was staged; redo starts there.
+        clocks: ``global_step``, ``local_update``, ``optimizer_step``, ``policy_version``.
+        lineage: ``run_id``, ``incarnation``, ``parent``.
+        algorithm: Name of the algorithm.
+        config_digest: Fingerprint of the resolved configuration.
+        dataset_digest: Fingerprint of the data.
+        experience: msgpack-able: data frontier, sealed segments the checkpoint needs.
+        metric: Value by which checkpoints are compared, if there is one.
+        environment: What else the arithmetic depends on (threads, processor, mode).
+    """
+
+    position: LogPosition
+    clocks: Mapping[str, int]
+    lineage: Mapping[str, Any]
+    algorithm: str
+    config_digest: str
+    dataset_digest: str
+    experience: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    metric: float | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and xxh3-128 of one file."""
+
+    bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentEntry:
+    """One stored component; ``tensor_file`` is empty if it has no tensors."""
+
+    kind: Kind
+    schema_version: int
+    tensor_file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Contents of ``manifest.json``; :attr:`info` leaves out the experience, which has its file."""
+
+    name: CheckpointName
+    info: StagedInfo
+    created_wall_s: float
+    versions: Mapping[str, str]
+    components: Mapping[str, ComponentEntry]
+    files: Mapping[str, FileEntry]
+    arena_bytes: int
+    features: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files, the manifest itself left out."""
+        return sum(entry.bytes for entry in self.files.values())
+
+    def encode(self) -> bytes:
+        """Sealed JSON, as written to disk."""
+        info, name, position = self.info, self.name, self.info.position
+        return sealed_json.encode(
+            {
+                "format": FORMAT,
+                "features": list(self.features),
+                "name": {
+                    "phase": name.phase,
+                    "step": name.step,
+                    "incarnation": name.incarnation,
+                },
+                "created_wall_s": self.created_wall_s,
+                "position": [position.incarnation, position.segment, position.offset],
+                "clocks": dict(info.clocks),
+                "lineage": dict(info.lineage),
+                "algorithm": info.algorithm,
+                "config_digest": info.config_digest,
+                "dataset_digest": info.dataset_digest,
+                "metric": info.metric,
+                "environment": dict(info.environment),
+                "versions": dict(self.versions),
+                "arena_bytes": self.arena_bytes,
+                "components": {
+                    key: {
+                        "kind": entry.kind,
+                        "schema_version": entry.schema_version,
+                        "tensor_file": entry.tensor_file,
+                    }
+                    for key, entry in self.components.items()
+                },
+                "files": {
+                    path: {"bytes": entry.bytes, "xxh3_128": entry.checksum}
+                    for path, entry in self.files.items()
+                },
+            }
+        )
+
+
+def decode_manifest(data: bytes, *, where: str) -> Manifest:
+    """Read :meth:`Manifest.encode` back.
+
+    Args:
+        data: The file's bytes.
+        where: Path for error messages.
+
+    Raises:
+        DamagedError: The bytes are not a manifest.
+        FutureFormatError: A newer format, or a required feature this version does not know.
+    """
+    value = sealed_json.decode(data, where=where, newest_format=FORMAT)
+    unknown = sorted(set(value.get("features", ())) - FEATURES)
+    if unknown:
+        raise FutureFormatError(
+            f"needs features this version does not know: {', '.join(unknown)}",
+            where=where,
+            way_out="use the perdure version that wrote it, or a newer one",
+        )
+    try:
+        return _parse(value)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedError(
+            f"the manifest lacks a readable field ({error})",
+            where=where,
+            way_out="resume from an earlier checkpoint",
+        ) from error
+
+
+def digest_of(data: bytes) -> str:
+    """xxh3-128 hex of a file's bytes, as the ledger keeps it for a manifest."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def directory_path(directory: str) -> str:
+    """Path of a checkpoint's directory below the run."""
+    return f"{CHECKPOINTS}/{directory}"
+
+
+def _parse(value: dict[str, Any]) -> Manifest:
+    name, (incarnation, segment, offset) = value["name"], value["position"]
+    info = StagedInfo(
+        position=LogPosition(IncarnationNumber(int(incarnation)), int(segment), int(offset)),
+        clocks={key: int(clock) for key, clock in value["clocks"].items()},
+        lineage=dict(value["lineage"]),
+        algorithm=str(value["algorithm"]),
+        config_digest=str(value["config_digest"]),
+        dataset_digest=str(value["dataset_digest"]),
+        metric=None if value["metric"] is None else float(value["metric"]),
+        environment=dict(value["environment"]),
+    )
+    return Manifest(
+        name=CheckpointName(
+            str(name["phase"]), int(name["step"]), IncarnationNumber(int(name["incarnation"]))
+        ),
+        info=info,
+        created_wall_s=float(value["created_wall_s"]),
+        versions=dict(value["versions"]),
+        components={key: _parse_component(item) for key, item in value["components"].items()},
+        files={
+            path: FileEntry(int(item["bytes"]), str(item["xxh3_128"]))
+            for path, item in value["files"].items()
+        },
+        arena_bytes=int(value["arena_bytes"]),
+        features=tuple(value["features"]),
+    )
+
+
+def _parse_component(item: dict[str, Any]) -> ComponentEntry:
+    kind = str(item["kind"])
+    if kind not in RESTORE_ORDER:
+        raise ValueError(f"unknown kind {kind!r}")
+    return ComponentEntry(cast("Kind", kind), int(item["schema_version"]), str(item["tensor_file"]))

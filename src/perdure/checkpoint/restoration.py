@@ -1,0 +1,208 @@
+"""Restoring: from a verified checkpoint back into the registered components, in place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import xxhash
+
+from perdure.checkpoint.arena import materialize
+from perdure.checkpoint.layout import parse_header
+from perdure.checkpoint.manifest import (
+    EXPERIENCE_FILE,
+    STATE_FILE,
+    ComponentEntry,
+    Manifest,
+    directory_path,
+)
+from perdure.checkpoint.registry import Entry
+from perdure.checkpoint.verification import Choice
+from perdure.core import sealed_json
+from perdure.core.components import ComponentState
+from perdure.core.errors import ConfigError, DamagedError, FutureFormatError
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.storage_api import Storage
+
+RESTORING = "restoring.json"
+RESTORED = "restored.json"
+"""Markers in the run directory, for people and tools: restoring may be repeated at any time."""
+
+
+class CheckpointReader:
+    """Contents of one checkpoint. Every file is checked against the manifest as it is read."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._storage = storage
+        self._root = directory_path(manifest.name.directory)
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """Small values of every component, by name."""
+        packed = self._unpack(STATE_FILE)["components"]
+        return {name: _unpack(data, self._path(STATE_FILE)) for name, data in packed.items()}
+
+    def experience(self) -> dict[str, Any]:
+        """What was staged as ``StagedInfo.experience``."""
+        return dict(self._unpack(EXPERIENCE_FILE)["experience"])
+
+    def tensors(self, component: str) -> dict[str, Any]:
+        """Tensors of a component in memory of their own: numpy arrays, torch where numpy cannot."""
+        file = self.manifest.components[component].tensor_file
+        if not file:
+            return {}
+        data = self._read(file)
+        try:
+            start, places = parse_header(_header(data), file_size=data.nbytes)
+        except ValueError as error:
+            raise self._damaged(file, f"not a tensor file ({error})") from error
+        return {
+            place.name: materialize(data[start + place.start : start + place.end], place.spec)
+            for place in places
+        }
+
+    def _unpack(self, file: str) -> dict[str, Any]:
+        return _unpack(self._read(file).tobytes(), self._path(file))
+
+    def _read(self, file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        entry = self.manifest.files.get(file)
+        if entry is None:
+            raise self._damaged(file, "not listed in the manifest")
+        try:
+            data = self._storage.map(self._path(file))
+        except FileNotFoundError as error:
+            raise self._damaged(file, "missing") from error
+        if data.nbytes != entry.bytes or xxhash.xxh3_128_hexdigest(data.data) != entry.checksum:
+            raise self._damaged(file, "checksum does not match")
+        return data
+
+    def _path(self, file: str) -> str:
+        return f"{self._root}/{file}"
+
+    def _damaged(self, file: str, reason: str) -> DamagedError:
+        return DamagedError(
+            reason, where=self._path(file), way_out="resume again: an earlier checkpoint is used"
+        )
+
+
+def restore(
+    storage: Storage,
+    choice: Choice,
+    entries: Sequence[Entry],
+    *,
+    faults: FaultHook,
+    only: Collection[str] | None = None,
+) -> None:
+    """Load components in place, in the order of ``entries`` (that of the registry).
+
+    May be repeated any number of times. A failure leaves the components half restored; the process
+    must not go on with them.
+
+    Args:
+        storage: The run's storage.
+        choice: The checkpoint, as chosen.
+        entries: Registered components.
+        faults: Reached when started, when the models are loaded and when done.
+        only: Names to load (weights only, say); None = all, and every stored one must be known.
+
+    Raises:
+        ConfigError: Stored and registered components differ, or a state does not fit.
+        DamagedError: A file changed since the checkpoint was chosen.
+        FutureFormatError: A component was stored with a newer schema version.
+    """
+    selected = _select(choice.manifest, entries, only)
+    _mark(storage, RESTORING, choice)
+    faults.reach(FaultPoint.RESTORE_STARTED)
+    reader = CheckpointReader(storage, choice.manifest)
+    values = reader.values()
+    models_loaded = False
+    for entry in selected:
+        if entry.kind != "model" and not models_loaded:
+            models_loaded = True
+            faults.reach(FaultPoint.RESTORE_MODEL)
+        state = ComponentState(reader.tensors(entry.name), values.get(entry.name, {}))
+        _load(entry, state, choice.manifest.components[entry.name])
+    _mark(storage, RESTORED, choice)
+    storage.remove(RESTORING)
+    faults.reach(FaultPoint.RESTORE_DONE)
+
+
+def _select(
+    manifest: Manifest, entries: Sequence[Entry], only: Collection[str] | None
+) -> list[Entry]:
+    """Components to load. Nothing is left out that was not left out on purpose."""
+    registered = {entry.name: entry for entry in entries}
+    directory = manifest.name.directory
+    for name in only or ():
+        if name not in registered or name not in manifest.components:
+            known = sorted(registered.keys() & manifest.components.keys())
+            raise ConfigError(
+                f"{name!r} is not a component of {directory} that is registered",
+                where="selection",
+                rule="one of " + ", ".join(known),
+                way_out=_nearest(name, known),
+            )
+    if only is not None:
+        return [entry for entry in entries if entry.name in only]
+    unknown = sorted(manifest.components.keys() - registered.keys())
+    if unknown:
+        raise ConfigError(
+            f"holds components that are not registered: {', '.join(unknown)}",
+            where=directory,
+            rule="a stored component is never dropped silently",
+            way_out="register them, or name what to load",
+        )
+    absent = [name for name in registered if name not in manifest.components]
+    required = [name for name in absent if registered[name].required]
+    if required:
+        raise ConfigError(
+            f"lacks required components: {', '.join(required)}",
+            where=directory,
+            rule="a required component is always restored",
+            way_out="register them with required=False, or name what to load",
+        )
+    return [entry for entry in entries if entry.name not in absent]
+
+
+def _load(entry: Entry, state: ComponentState, stored: ComponentEntry) -> None:
+    if stored.schema_version > entry.component.schema_version:
+        raise FutureFormatError(
+            f"schema version {stored.schema_version} is newer than "
+            f"{entry.component.schema_version}",
+            where=f"component {entry.name}",
+            way_out="use the version that wrote it, or a newer one",
+        )
+    try:
+        entry.component.load(state, stored.schema_version)
+    except ValueError as error:
+        raise ConfigError(
+            f"the stored state does not fit ({error})",
+            where=f"component {entry.name}",
+            rule="names, shapes and types are those of the run that saved it",
+            way_out="resume with the configuration of that run",
+        ) from error
+
+
+def _mark(storage: Storage, path: str, choice: Choice) -> None:
+    marker: Mapping[str, Any] = {"format": 1, "directory": choice.directory}
+    storage.write_atomic(path, sealed_json.encode(dict(marker)))
+
+
+def _header(data: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    return data[: 8 + length].tobytes()
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else "choose one of these"
+
+
+def _unpack(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise DamagedError(f"not msgpack ({error})", where=where) from error

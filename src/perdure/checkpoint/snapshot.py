@@ -1,0 +1,162 @@
+"""Staging: a consistent copy of all components in host memory, ready to be written."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from perdure.checkpoint.arena import Arena, spec_of
+from perdure.checkpoint.layout import ArenaLayout, TensorSpec, plan
+from perdure.checkpoint.manifest import (
+    EXPERIENCE_FILE,
+    FORMAT,
+    STATE_FILE,
+    ComponentEntry,
+    Manifest,
+    StagedInfo,
+)
+from perdure.checkpoint.registry import Entry
+from perdure.core.clock import Clock
+from perdure.core.components import ComponentState
+from perdure.core.errors import ConfigError
+from perdure.core.ids import CheckpointName
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A staged checkpoint. Its tensors lie in ``arena``; nothing refers to live objects."""
+
+    manifest: Manifest
+    """Complete but for the files' checksums."""
+    arena: Arena
+    layout: ArenaLayout
+    small_files: Mapping[str, bytes]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files, the manifest left out."""
+        small = sum(len(data) for data in self.small_files.values())
+        return small + sum(image.size for image in self.layout.images)
+
+
+class Stager:
+    """Copies components into arenas; lays files out anew only when a shape changed."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._versions = library_versions()
+        self._specs: dict[str, dict[str, TensorSpec]] | None = None
+        self._layout = ArenaLayout((), 0)
+
+    def stage(
+        self, name: CheckpointName, *, info: StagedInfo, entries: tuple[Entry, ...], arena: Arena
+    ) -> Snapshot:
+        """Take all states and copy them.
+
+        Raises:
+            ConfigError: A component holds something a checkpoint cannot store.
+        """
+        states = {entry.name: entry.component.state() for entry in entries}
+        components = {
+            entry.name: ComponentEntry(
+                entry.kind,
+                entry.component.schema_version,
+                entry.tensor_file if states[entry.name].tensors else "",
+            )
+            for entry in entries
+        }
+        tensors = {
+            components[key].tensor_file: state.tensors
+            for key, state in states.items()
+            if state.tensors
+        }
+        layout = self._plan(tensors)
+        manifest = Manifest(
+            name=name,
+            info=copy.deepcopy(info),
+            created_wall_s=self._clock.wall_s(),
+            versions=self._versions,
+            components=components,
+            files={},
+            arena_bytes=layout.size,
+        )
+        _check_encodable(manifest)
+        small_files = _small_files(info, states)
+        arena.fill(layout, tensors)
+        return Snapshot(manifest, arena, layout, small_files)
+
+    def _plan(self, tensors: Mapping[str, Mapping[str, Any]]) -> ArenaLayout:
+        specs = {path: _describe(path, named) for path, named in tensors.items()}
+        if specs != self._specs:
+            self._specs, self._layout = specs, plan(specs)
+        return self._layout
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries whose arithmetic or formats matter."""
+    versions = {"python": platform.python_version()}
+    for library in ("perdure", "numpy", "torch", "msgpack", "safetensors"):
+        try:
+            versions[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            versions[library] = "absent"
+    return versions
+
+
+def _check_encodable(manifest: Manifest) -> None:
+    try:
+        manifest.encode()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot be written to a manifest ({error})",
+            where=f"checkpoint {manifest.name.directory}",
+            rule="clocks, lineage, metric and environment are plain numbers and text",
+            way_out="convert them before staging",
+        ) from error
+
+
+def _describe(path: str, tensors: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in tensors.items():
+        try:
+            specs[name] = spec_of(tensor)
+        except ValueError as error:
+            raise ConfigError(
+                str(error),
+                where=f"tensor {name!r} of {path}",
+                rule="a checkpoint stores dense tensors of plain number types",
+                way_out="convert it in the component's state()",
+            ) from error
+    return specs
+
+
+def _small_files(info: StagedInfo, states: Mapping[str, ComponentState]) -> dict[str, bytes]:
+    packed = {key: _pack(dict(state.values), where=key) for key, state in states.items()}
+    position = info.position
+    experience = {
+        "format": FORMAT,
+        "position": [position.incarnation, position.segment, position.offset],
+        "experience": dict(info.experience),
+    }
+    return {
+        STATE_FILE: _pack({"format": FORMAT, "components": packed}, where=STATE_FILE),
+        EXPERIENCE_FILE: _pack(experience, where=EXPERIENCE_FILE),
+    }
+
+
+def _pack(value: object, *, where: str) -> bytes:
+    try:
+        return msgpack.packb(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"small values cannot be stored ({error})",
+            where=where,
+            rule="values are numbers, text, bytes, lists and mappings",
+            way_out="convert them in the component's state()",
+        ) from error

@@ -1,0 +1,180 @@
+"""Checking checkpoints against manifests and commits, and choosing the one to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from perdure.checkpoint.manifest import (
+    CHECKPOINTS,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    decode_manifest,
+    digest_of,
+    directory_path,
+)
+from perdure.core import sealed_json
+from perdure.core.errors import DamagedError, NothingToResumeError, StorageError
+from perdure.core.events import EventSink
+from perdure.core.ids import CheckpointName
+from perdure.core.records import Checkpointed
+from perdure.core.storage_api import Storage
+
+QUARANTINE = "quarantine"
+
+
+@dataclass(frozen=True, slots=True)
+class FileProblem:
+    """What is wrong with one file of a checkpoint (path inside its directory)."""
+
+    file: str
+    reason: str
+    unreadable: bool = False
+    """The storage refused to read it, which may pass; otherwise the bytes are wrong or gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """Outcome of checking one checkpoint; ``manifest`` is None if it could not be read."""
+
+    directory: str
+    manifest: Manifest | None
+    problems: tuple[FileProblem, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def reason(self) -> str:
+        """All problems in one clause."""
+        return ", ".join(f"{problem.file}: {problem.reason}" for problem in self.problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The checkpoint to resume from, and the newer ones that could not be used."""
+
+    name: CheckpointName
+    manifest: Manifest
+    skipped: tuple[tuple[str, str], ...]
+    """``(directory, reason)``, newest first."""
+
+    @property
+    def directory(self) -> str:
+        return self.name.directory
+
+
+def check_file(storage: Storage, root: str, file: str, entry: FileEntry) -> FileProblem | None:
+    """What is wrong with ``root/file``, if anything: presence, size, checksum of every byte."""
+    path = f"{root}/{file}"
+    try:
+        size = storage.size(path)
+        if size != entry.bytes:
+            return FileProblem(file, f"{size} bytes, expected {entry.bytes}")
+        checksum = xxhash.xxh3_128_hexdigest(storage.map(path).data)
+    except FileNotFoundError:
+        return FileProblem(file, "missing")
+    except StorageError as error:
+        return FileProblem(file, error.what, unreadable=True)
+    return None if checksum == entry.checksum else FileProblem(file, "checksum does not match")
+
+
+def verify(storage: Storage, directory: str, *, manifest_digest: str = "") -> VerifyReport:
+    """Check one checkpoint, byte by byte.
+
+    Args:
+        storage: The run's storage.
+        directory: Name below ``checkpoints/``.
+        manifest_digest: What the commit says the manifest's digest is; empty = not compared.
+
+    Raises:
+        FutureFormatError: The manifest is intact but of a newer format.
+    """
+    path = f"{directory_path(directory)}/{MANIFEST}"
+    try:
+        data = storage.read(path)
+        if manifest_digest and digest_of(data) != manifest_digest:
+            return _without_manifest(directory, "digest differs from the committed one")
+        manifest = decode_manifest(data, where=path)
+    except FileNotFoundError:
+        return _without_manifest(directory, "missing")
+    except DamagedError as error:
+        return _without_manifest(directory, error.what)
+    except StorageError as error:
+        return _without_manifest(directory, error.what, unreadable=True)
+    if manifest.name.directory != directory:
+        return _without_manifest(directory, f"belongs to {manifest.name.directory}")
+    root = directory_path(directory)
+    found = (check_file(storage, root, *item) for item in sorted(manifest.files.items()))
+    return VerifyReport(directory, manifest, tuple(problem for problem in found if problem))
+
+
+def choose(storage: Storage, committed: Sequence[Checkpointed], *, events: EventSink) -> Choice:
+    """The newest committed checkpoint whose every byte is right.
+
+    Damaged ones that are passed over are reported and moved to ``quarantine/``, a reason beside
+    them. Nothing is deleted; nothing is moved if no good one is found, nor what could merely not be
+    read. Only the process that has claimed the run may call this.
+
+    Args:
+        storage: The run's storage.
+        committed: Commits of the kept lineage, oldest first.
+        events: Receives ``checkpoint_damaged``.
+
+    Raises:
+        NothingToResumeError: Nothing was ever committed.
+        DamagedError: Something was committed and none of it can be used.
+        FutureFormatError: The newest one is intact but of a newer format.
+    """
+    if not committed:
+        raise NothingToResumeError(
+            "no checkpoint was ever committed", where=CHECKPOINTS, way_out="start a new run"
+        )
+    damaged: list[VerifyReport] = []
+    for record in reversed(committed):
+        report = verify(storage, record.directory, manifest_digest=record.manifest_digest)
+        if report.ok and report.manifest is not None:
+            for passed_over in damaged:
+                quarantine(storage, passed_over)
+            skipped = tuple((bad.directory, bad.reason) for bad in damaged)
+            return Choice(report.manifest.name, report.manifest, skipped)
+        damaged.append(report)
+        for problem in report.problems:
+            fields = {"file": problem.file, "reason": problem.reason}
+            events("checkpoint_damaged", {"name": record.directory, **fields})
+    raise DamagedError(
+        f"none of {len(damaged)} committed checkpoints can be used",
+        where=", ".join(f"{bad.directory} ({bad.reason})" for bad in damaged),
+        rule="a run whose checkpoints are damaged is never started afresh silently",
+        way_out="put one of them back from a copy, or start a new run in another directory",
+    )
+
+
+def quarantine(storage: Storage, report: VerifyReport) -> None:
+    """Move a damaged checkpoint out of the way, the reason first; a missing one leaves a reason."""
+    if any(problem.unreadable for problem in report.problems):
+        return
+    target, copies = report.directory, 1
+    while storage.list(f"{QUARANTINE}/{target}"):
+        copies += 1
+        target = f"{report.directory}.{copies}"
+    reason = {
+        "format": 1,
+        "directory": report.directory,
+        "problems": {problem.file: problem.reason for problem in report.problems},
+    }
+    storage.make_dirs(QUARANTINE)
+    storage.write_atomic(f"{QUARANTINE}/{target}.reason.json", sealed_json.encode(reason))
+    source = directory_path(report.directory)
+    if storage.exists(source):
+        storage.rename(source, f"{QUARANTINE}/{target}")
+        storage.sync_dir(QUARANTINE)
+        storage.sync_dir(CHECKPOINTS)
+
+
+def _without_manifest(directory: str, reason: str, *, unreadable: bool = False) -> VerifyReport:
+    return VerifyReport(directory, None, (FileProblem(MANIFEST, reason, unreadable),))
