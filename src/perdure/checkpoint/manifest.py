@@ -199,4 +199,4 @@ def _parse_component(item: dict[str, Any]) -> ComponentEntry:
     kind = str(item["kind"])
     if kind not in RESTORE_ORDER:
         raise ValueError(f"unknown kind {kind!r}")
-    return ComponentEntry(cast("Kind", kind), int(item["schema_version"]), str(item["tensor_file"]))
+    return ComponentEntry(kind, int(item["schema_version"]), str(item["tensor_file"]))
