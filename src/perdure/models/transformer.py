@@ -3,7 +3,8 @@
 The learner and the embedded engine run this same code; they differ only in the ``attend`` function
 they pass (causal over a batch, or over a key-value cache).
 
-Legend: B rows, T tokens, D hidden size, V vocabulary, H query heads, G key-value heads, C head size.
+Legend: B rows, T tokens, D hidden size, V vocabulary, H query heads, G key-value heads,
+C head size.
 """
 
 from __future__ import annotations
@@ -73,15 +74,17 @@ def causal_attention(layer: int, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor)
 def rotary_table(config: ModelConfig, device: torch.device) -> Tensor:
     """Cosines and signed sines, float32 (2, max_positions, C).
 
-    Su et al. 2021 (arXiv:2104.09864, eq. 34) in the two-halves layout; the sine of the first half is
-    negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
+    Su et al. 2021 (arXiv:2104.09864, eq. 34) in the two-halves layout; the sine of the first half
+    is negated, so that rotating is ``x * cos + swap_halves(x) * sin``.
     """
     half = config.head_dim // 2
-    exponents = torch.arange(half, dtype=torch.float32) * 2 / config.head_dim
-    frequencies = 1.0 / torch.pow(torch.tensor(config.rope_theta, dtype=torch.float32), exponents)
-    angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(device)
+    # Built once and kept: it must serve autograd even if the first caller is in inference mode.
+    with torch.inference_mode(False):
+        exponents = torch.arange(half, dtype=torch.float32) * 2 / config.head_dim
+        frequencies = 1.0 / torch.pow(torch.tensor(config.rope_theta), exponents)
+        angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(device)
 
 
 class RMSNorm(nn.Module):
@@ -202,16 +205,17 @@ class Transformer(nn.Module):
 
     def _rotary_at(self, tokens_BT: Tensor, positions: Tensor | None) -> Tensor:
         """Cosines and sines broadcastable over heads, (2, 1 or B, T, 1, C)."""
-        if self._rotary is None or self._rotary.device != tokens_BT.device:
-            self._rotary = rotary_table(self.config, tokens_BT.device)
+        whole = self._rotary
+        if whole is None or whole.device != tokens_BT.device:
+            whole = self._rotary = rotary_table(self.config, tokens_BT.device)
         if positions is not None:
-            table = self._rotary[:, positions]
+            table = whole[:, positions]
         elif tokens_BT.shape[1] > self.config.max_positions:
             raise ValueError(
                 f"{tokens_BT.shape[1]} tokens exceed max_positions {self.config.max_positions}"
             )
         else:
-            table = self._rotary[:, : tokens_BT.shape[1]]
+            table = whole[:, : tokens_BT.shape[1]]
         return table.unsqueeze(-2) if table.dim() == 4 else table[:, None, :, None]
 
 

@@ -1,5 +1,6 @@
 """Rollout engines behind ``core.rollout_api.RolloutEngine``."""
 
-from perdure.rollout.embedded import EmbeddedEngine, EngineOptions
+from perdure.rollout.embedded import EmbeddedEngine
+from perdure.rollout.options import EngineOptions
 
 __all__ = ["EmbeddedEngine", "EngineOptions"]

@@ -10,7 +10,7 @@ Legend: S slots, N rows, B prompts, T tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from perdure.core.trajectories import Array
 from perdure.models.digest import digest_weights, weights_of
 from perdure.models.transformer import ModelConfig, Transformer
 from perdure.rollout.kv_cache import KVCache
+from perdure.rollout.options import EngineOptions
 from perdure.rollout.sampling import RowSampling, sample
 from perdure.rollout.slots import SlotTable
 
@@ -32,26 +33,10 @@ LENGTH_QUANTUM = 8
 """The attention length of a decode step is a multiple of this."""
 
 
-class DecoderOptions(Protocol):
-    """The engine options that matter on the device."""
-
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @property
-    def deterministic(self) -> bool: ...
-
-    @property
-    def device(self) -> str: ...
-
-
 class Decoder:
     """A transformer with its own weight buffers and a slot cache."""
 
-    def __init__(self, config: ModelConfig, options: DecoderOptions) -> None:
+    def __init__(self, config: ModelConfig, options: EngineOptions) -> None:
         self._options = options
         self._device = torch.device(options.device)
         with torch.device("meta"):
@@ -87,8 +72,12 @@ class Decoder:
                 )
         for name, tensor in held.items():
             tensor.copy_(incoming[name])
-        self._cache.clear()
+        self.clear()
         return digest_weights(held)
+
+    def clear(self) -> None:
+        """Forget all cached keys and values."""
+        self._cache.clear()
 
     @torch.inference_mode()
     def prefill(self, entering: Sequence[tuple[int, Array]]) -> None:
@@ -139,8 +128,8 @@ class Decoder:
         """Feed each row's current token and draw the next one.
 
         Returns:
-            int64 (N,) tokens and float32 (N,) log-probabilities; N is every slot when deterministic,
-            else the live rows, which must lie in front.
+            int64 (N,) tokens and float32 (N,) log-probabilities. N is every slot when
+            deterministic, else the live rows, which must lie in front.
 
         Raises:
             TrainingError: The model's output is not finite.

@@ -13,8 +13,6 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from pydantic import BaseModel, ConfigDict, Field
 
 from perdure.core.errors import ConfigError, TrainingError
 from perdure.core.ids import PolicyVersion
@@ -27,25 +25,13 @@ from perdure.core.rollout_api import (
 )
 from perdure.models.transformer import ModelConfig
 from perdure.rollout.decoder import Decoder
+from perdure.rollout.options import EngineOptions
 from perdure.rollout.slots import LiveRequest, SlotTable
 
 NO_VERSION = PolicyVersion(-1)
 """Version of an engine that has never held weights."""
-
-
-class EngineOptions(BaseModel):
-    """Settings of the embedded engine."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    slots: int = Field(default=64, ge=1, description="Requests decoded at once.")
-    max_tokens: int = Field(ge=2, description="Longest prompt + response of one request.")
-    chunk_tokens: int = Field(default=16, ge=1, description="Tokens per streamed chunk.")
-    deterministic: bool = Field(
-        default=False,
-        description="Constant shapes: a request's bits do not depend on what else is running.",
-    )
-    device: str = Field(default="cpu", description="Torch device of weights and cache.")
+MIN_TEMPERATURE = 1e-4
+"""Colder than this, logits divided by it could overflow; greedy is temperature 0."""
 
 
 class EmbeddedEngine:
@@ -181,9 +167,9 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """End every stream with ``RuntimeError`` and free everything. Idempotent."""
         self._closed = True
-        if self._driver is not None:
+        if self._driver is not None and not self._driver.done():
             self._driver.cancel()
-            await asyncio.gather(self._driver, return_exceptions=True)
+            await asyncio.wait([self._driver])
         self._fail(list(self._live.values()), "it was closed")
         self._decoder = None
         self._has_weights = False
@@ -252,9 +238,11 @@ class EmbeddedEngine:
         except asyncio.CancelledError:
             self._fail(list(self._live.values()), "its decoding task was cancelled")
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - every live stream raises it
             self._fail(list(self._live.values()), f"{type(error).__name__}: {error}", cause=error)
             self._table = self._new_table()
+            if self._decoder is not None:
+                self._decoder.clear()
 
     def _step(self) -> None:
         assert self._decoder is not None
@@ -321,12 +309,13 @@ def _already_ended(request: GenerationRequest) -> StopReason | None:
 
 
 def _check_sampling(sampling: SamplingParams, name: str) -> None:
-    bounds = (
-        ("temperature", sampling.temperature, math.isfinite(sampling.temperature), ">= 0"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, ">= 0"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "in (0, 1]"),
-        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, ">= 1"),
-    )
-    for field, value, holds, rule in bounds:
-        if not holds or value < 0:
+    temperature = sampling.temperature
+    warm = MIN_TEMPERATURE <= temperature < math.inf
+    for field, value, holds, rule in (
+        ("temperature", temperature, temperature == 0 or warm, f"0 or at least {MIN_TEMPERATURE}"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "1 or more"),
+    ):
+        if not holds:
             raise ValueError(f"request {name!r}: {field} is {value!r}; it must be {rule}")

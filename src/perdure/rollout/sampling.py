@@ -66,7 +66,7 @@ def _cut(scaled_NV: Tensor, rows: RowSampling) -> Tensor:
     Top-p keeps the smallest set of most likely tokens whose probability reaches p (Holtzman et al.
     2020, arXiv:1904.09751, eq. 2). Equal logits rank by token id.
     """
-    sorted_NV, order_NV = scaled_NV.sort(-1, descending=True, stable=True)
+    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
     beyond_k_NV = ranks_V >= rows.top_k_N[:, None]
     probs_NV = sorted_NV.masked_fill(beyond_k_NV, -torch.inf).softmax(-1)

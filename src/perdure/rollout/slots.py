@@ -127,7 +127,8 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Free a slot; a free row decodes harmlessly where the row count is constant."""
         live = self.requests[slot]
-        assert live is not None and live.slot == slot
+        assert live is not None
+        assert live.slot == slot
         live.slot = -1
         self.requests[slot] = None
         self.live[slot] = False

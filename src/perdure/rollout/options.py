@@ -1,0 +1,20 @@
+"""Settings of the embedded engine."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineOptions(BaseModel):
+    """How many requests, how long, and whether bits may depend on company."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slots: int = Field(default=64, ge=1, description="Requests decoded at once.")
+    max_tokens: int = Field(ge=2, description="Longest prompt + response of one request.")
+    chunk_tokens: int = Field(default=16, ge=1, description="Tokens per streamed chunk.")
+    deterministic: bool = Field(
+        default=False,
+        description="Constant shapes: a request's bits do not depend on what else is running.",
+    )
+    device: str = Field(default="cpu", description="Torch device of weights and cache.")
