@@ -278,5 +278,3 @@ def test_the_root_itself_is_no_file(storage: Storage, call: str) -> None:
     with pytest.raises((StorageError, FileExistsError)):
         getattr(storage, call)("")
     assert storage.list("") == ["kept"]
-
-

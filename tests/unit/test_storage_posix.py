@@ -65,9 +65,7 @@ def test_a_failed_sync_is_never_retried(
     file.close()
 
 
-def test_short_writes_are_continued(
-    storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_writes_are_continued(storage: PosixStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = os.writev
     calls: list[int] = []
 

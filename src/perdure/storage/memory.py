@@ -101,10 +101,7 @@ class MemoryStorage:
     def damage(self, path: str, data: bytes) -> None:
         """Replace a file's bytes behind everybody's back, durably; not a step of the journal."""
         with self._disk.mutex:
-            node = self._file("damage", path)
-            node.data = bytearray(data)
-            node.synced = len(data)
-            node.write_ends.clear()
+            self._disk.damage(self._file("damage", path), data)
 
     def make_dirs(self, path: str) -> None:
         with self._disk.mutex:

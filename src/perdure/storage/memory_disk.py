@@ -140,6 +140,14 @@ class Disk:
     def sync(self, node: FileNode, path: str) -> None:
         """Make every byte of a file durable (not its name)."""
         self.begin("sync", path)
+        self._settle(node)
+
+    def damage(self, node: FileNode, data: bytes) -> None:
+        """Replace what is on the disk."""
+        node.data[:] = data
+        self._settle(node)
+
+    def _settle(self, node: FileNode) -> None:
         node.synced = len(node.data)
         node.write_ends.clear()
         self.dirty.pop(node, None)
