@@ -1,0 +1,132 @@
+"""Settings of the learner. Names and defaults are part of the recipe format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perdure.algorithms import Aggregation, KlEstimator
+from perdure.config import Problem, Section
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class ScheduleConfig(Section):
+    """How the learning rate changes over the horizon."""
+
+    kind: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape behind the warm-up: flat, a straight line or half a cosine down to the final value."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 0
+    """Updates over which the rate rises in a straight line; part of the horizon."""
+    final_fraction: Fraction = 0.0
+    """Rate at the end of the horizon, as a fraction of the base rate (not for ``constant``)."""
+
+
+class AdamConfig(Section):
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) and gradient clipping."""
+
+    beta1: BelowOne = 0.9
+    """Decay of the mean of gradients."""
+    beta2: BelowOne = 0.95
+    """Decay of the mean of squared gradients."""
+    eps: Positive = 1e-8
+    """Added to the root of the mean of squares."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
+    max_grad_norm: Positive = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+
+
+class SupervisedConfig(Section):
+    """The supervised warm start before reinforcement learning."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps; 0 means no warm start."""
+    batch_size: Count = 256
+    """Examples per step."""
+    lr: Positive = 1e-3
+    """Base learning rate."""
+    schedule: ScheduleConfig = ScheduleConfig(kind="cosine", final_fraction=0.1)
+    """Learning rate over ``steps``."""
+    adam: AdamConfig = AdamConfig()
+    """Optimizer of the warm start; training begins with a fresh one."""
+
+
+class KlConfig(Section):
+    """Penalty for moving away from the reference policy."""
+
+    coef: NotNegative = 0.0
+    """Weight of the penalty; 0 means no reference model."""
+    estimator: KlEstimator = "k3"
+    """Estimator of the divergence per token."""
+    placement: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or taken off the reward of each token."""
+
+
+class ValueConfig(Section):
+    """The critic of PPO."""
+
+    lr: Positive = 1e-3
+    """Base learning rate of the critic; follows the actor's schedule."""
+    clip: Positive | None = 0.2
+    """How far an estimate may move in one update; null does not limit it."""
+
+
+class LearnerConfig(Section):
+    """How a local update turns settled groups into weights."""
+
+    algorithm: Literal["grpo", "rloo", "reinforce++", "ppo"] = "grpo"
+    """Where advantages come from: groups, the rest of the group, the batch, or a critic."""
+    lr: Positive = 1e-4
+    """Base learning rate of the actor."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Learning rate over the run; its horizon counts local updates."""
+    adam: AdamConfig = AdamConfig()
+    """Optimizer of actor and critic."""
+    ppo_epochs: Count = 1
+    """Passes over the batch of a local update."""
+    mini_batches: Count = 1
+    """Optimizer steps per pass; trajectories are dealt to them at random."""
+    micro_batch_tokens: Count = 8192
+    """Padded tokens of one forward pass; bounds memory, does not change the loss."""
+    clip_low: BelowOne = 0.2
+    """How far the probability ratio may fall below 1."""
+    clip_high: NotNegative = 0.2
+    """How far the probability ratio may rise above 1."""
+    normalise_advantages: bool = True
+    """grpo: divide by the group's standard deviation; ppo, reinforce++: whiten over the batch."""
+    gamma: Fraction = 1.0
+    """Discount per token (ppo, reinforce++)."""
+    lam: Fraction = 1.0
+    """GAE's λ (ppo)."""
+    loss_aggregation: Aggregation = "token-mean"
+    """How token losses add up to the loss of a mini-batch."""
+    entropy_coef: NotNegative = 0.0
+    """Weight of the entropy bonus."""
+    kl: KlConfig = KlConfig()
+    """Penalty towards the reference policy."""
+    value: ValueConfig = ValueConfig()
+    """The critic (ppo)."""
+    nonfinite: Literal["skip", "raise"] = "skip"
+    """A mini-batch whose loss or gradient is not finite: leave it out and say so, or stop."""
+    supervised: SupervisedConfig = SupervisedConfig()
+    """Supervised warm start."""
+
+    def problems(self) -> Iterable[Problem]:
+        """A warm-up must fit into the warm start's steps."""
+        supervised = self.supervised
+        warmup = supervised.schedule.warmup_updates
+        if supervised.steps and warmup >= supervised.steps:
+            yield Problem(
+                field="supervised.schedule.warmup_updates",
+                value=str(warmup),
+                rule=f"must be below supervised.steps ({supervised.steps})",
+                way_out="lower it or raise supervised.steps",
+                reads=("supervised.steps",),
+            )
