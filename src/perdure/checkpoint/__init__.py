@@ -4,7 +4,7 @@ Torch-specific components lie in :mod:`perdure.checkpoint.torch_components`; imp
 does not import torch.
 """
 
-from perdure.checkpoint.components import ValuesComponent
+from perdure.checkpoint.components import ArraysComponent, ValuesComponent
 from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
 from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
@@ -13,6 +13,7 @@ from perdure.checkpoint.restoration import CheckpointReader, restore
 from perdure.checkpoint.verification import Choice, FileProblem, VerifyReport, choose, verify
 
 __all__ = [
+    "ArraysComponent",
     "CheckpointEngine",
     "CheckpointOptions",
     "CheckpointReader",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from perdure.core.components import ComponentState
 
 
@@ -38,3 +40,43 @@ class ValuesComponent:
         if different:
             raise ValueError(f"keys differ: {', '.join(different)}")
         self.values.update(state.values)
+
+
+class ArraysComponent:
+    """Named numpy arrays (running statistics, normalisers), restored into the live ones.
+
+    Args:
+        arrays: The live arrays; names, shapes and types are fixed once a checkpoint was taken.
+        schema_version: Raised whenever the meaning of an array changes.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray[Any, Any]], *, schema_version: int = 1) -> None:
+        self.arrays = arrays
+        self._schema_version = schema_version
+
+    @property
+    def schema_version(self) -> int:
+        return self._schema_version
+
+    def state(self) -> ComponentState:
+        return ComponentState(tensors=dict(self.arrays))
+
+    def load(self, state: ComponentState, schema_version: int) -> None:
+        """Copy every array into the live one of its name.
+
+        Raises:
+            ValueError: Names, shapes, types or the schema version differ; nothing was changed.
+        """
+        if schema_version != self._schema_version:
+            raise ValueError(f"schema version {schema_version}, expected {self._schema_version}")
+        different = sorted(self.arrays.keys() ^ state.tensors.keys())
+        if different:
+            raise ValueError(f"names differ: {', '.join(different)}")
+        for name, live in self.arrays.items():
+            stored = state.tensors[name]
+            if stored.shape != live.shape or stored.dtype != live.dtype:
+                raise ValueError(
+                    f"{name} is {stored.shape} {stored.dtype}, expected {live.shape} {live.dtype}"
+                )
+        for name, live in self.arrays.items():
+            np.copyto(live, state.tensors[name])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.metadata
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -98,7 +100,8 @@ class Stager:
         return self._layout
 
 
-def library_versions() -> dict[str, str]:
+@functools.cache
+def library_versions() -> Mapping[str, str]:
     """Versions of Python and of the libraries whose arithmetic or formats matter."""
     versions = {"python": platform.python_version()}
     for library in ("perdure", "numpy", "torch", "msgpack", "safetensors"):
@@ -106,7 +109,7 @@ def library_versions() -> dict[str, str]:
             versions[library] = importlib.metadata.version(library)
         except importlib.metadata.PackageNotFoundError:
             versions[library] = "absent"
-    return versions
+    return MappingProxyType(versions)
 
 
 def _check_encodable(manifest: Manifest) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 import xxhash
@@ -47,10 +47,14 @@ def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Mani
             way_out="move it away",
         )
     files: dict[str, FileEntry] = {}
-    for path, data in _files(snapshot):
+    parts = _files(snapshot)
+    folders = _folders(root, parts)
+    for folder in folders:
+        storage.make_dirs(folder)
+    for path, data in parts.items():
         files[path] = _write_file(storage, f"{root}/{path}", data)
         faults.reach(FaultPoint.CHECKPOINT_FILE_WRITTEN)
-    for folder in _folders(root, files):
+    for folder in folders:
         storage.sync_dir(folder)
     for path, entry in files.items():
         _verify_written(storage, root, path, entry)
@@ -66,21 +70,23 @@ def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Mani
     return manifest, digest_of(encoded)
 
 
-def _files(snapshot: Snapshot) -> Iterator[tuple[str, memoryview]]:
-    for image in snapshot.layout.images:
-        yield image.path, snapshot.arena.file_bytes(image)
-    for path, data in snapshot.small_files.items():
-        yield path, memoryview(data)
+def _files(snapshot: Snapshot) -> dict[str, memoryview]:
+    parts = {image.path: snapshot.arena.file_bytes(image) for image in snapshot.layout.images}
+    return parts | {path: memoryview(data) for path, data in snapshot.small_files.items()}
 
 
-def _folders(root: str, files: dict[str, FileEntry]) -> list[str]:
-    """Every directory below ``root`` that received a name, deepest first, ``root`` last."""
-    folders = {posixpath.dirname(f"{root}/{path}") for path in files}
-    return sorted({*folders, root}, key=lambda folder: (-folder.count("/"), folder))
+def _folders(root: str, paths: Iterable[str]) -> list[str]:
+    """Every directory that receives a name, deepest first, ``root`` last."""
+    folders = {root}
+    for path in paths:
+        folder = posixpath.dirname(path)
+        while folder:
+            folders.add(f"{root}/{folder}")
+            folder = posixpath.dirname(folder)
+    return sorted(folders, key=lambda folder: (-folder.count("/"), folder))
 
 
 def _write_file(storage: Storage, path: str, data: memoryview) -> FileEntry:
-    storage.make_dirs(posixpath.dirname(path))
     temporary = _temporary(path)
     checksum = _append(storage, temporary, data)
     storage.rename(temporary, path)
