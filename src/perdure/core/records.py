@@ -461,7 +461,7 @@ def record_from_fields(type_number: int, fields: dict[str, Any]) -> ControlRecor
 
 @functools.cache
 def _codec(cls: type[Any]) -> tuple[tuple[str, _Convert | None, _Convert | None], ...]:
-    """Field name, encoder and decoder (None: as it is) of every field; type hints are slow to read."""
+    """Name, encoder and decoder (None: as it is) of every field; type hints are slow to read."""
     hints = typing.get_type_hints(cls)
     return tuple((f.name, *_converters(hints[f.name])) for f in dataclasses.fields(cls))
 

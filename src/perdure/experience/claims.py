@@ -1,0 +1,254 @@
+"""Making a run, claiming it, and fencing everyone who held it before.
+
+The protocol and why it is safe at any interleaving: ``docs/design/fencing.md``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from perdure.core import sealed_json
+from perdure.core.clock import Clock
+from perdure.core.errors import DamagedError, NothingToResumeError, RunBusyError
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.ids import IncarnationNumber
+from perdure.core.storage_api import RunLock, Storage
+from perdure.experience.scan import scan_incarnation
+from perdure.experience.seals import FORMAT, SEAL_DIR, read_seal, seal_incarnation
+from perdure.experience.segments import LOG_DIR, SegmentName
+
+RUN_FILE = "run.json"
+LOCK_FILE = "lock"
+INCARNATION_DIR = "incarnations"
+_COPY = "restore it from a copy"
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What ``run.json`` says."""
+
+    run_id: str
+    created_wall_s: float
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    config_digest: str = ""
+    dataset_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that makes a claim."""
+
+    host: str
+    pid: int
+
+    @classmethod
+    def here(cls) -> Holder:
+        """The current process."""
+        return cls(socket.gethostname(), os.getpid())
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to write: the incarnation is the highest until somebody else claims.
+
+    Attributes:
+        parent: Newest earlier incarnation that started; 0 if there is none.
+        took_over: Claimed while somebody else held the kernel lock.
+        lock: Kernel lock on the run; None after a take-over.
+    """
+
+    run: RunInfo
+    incarnation: IncarnationNumber
+    parent: IncarnationNumber
+    took_over: bool = False
+    lock: RunLock | None = None
+
+    def release(self) -> None:
+        """Give up the kernel lock; the claim stays the highest."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def create_run(storage: Storage, info: RunInfo) -> RunInfo:
+    """Write ``run.json`` unless it exists; return what it says. The first of several wins."""
+    for directory in (INCARNATION_DIR, SEAL_DIR, LOG_DIR):
+        storage.make_dirs(directory)
+    value = {
+        "format": FORMAT,
+        "run_id": info.run_id,
+        "created_wall_s": info.created_wall_s,
+        "versions": dict(info.versions),
+        "config_digest": info.config_digest,
+        "dataset_digest": info.dataset_digest,
+    }
+    storage.create_exclusive(RUN_FILE, sealed_json.encode(value))
+    return read_run(storage)
+
+
+def read_run(storage: Storage) -> RunInfo:
+    """Read ``run.json``.
+
+    Raises:
+        NothingToResumeError: There is no run here.
+        DamagedError: ``run.json`` is damaged, or missing although the run has incarnations.
+    """
+    try:
+        data = storage.read(RUN_FILE)
+    except FileNotFoundError as error:
+        if storage.list(INCARNATION_DIR) or storage.list(LOG_DIR):
+            raise DamagedError(
+                "the file is missing",
+                where=RUN_FILE,
+                rule="the directory holds incarnations or a log, so it is a run",
+                way_out=_COPY,
+            ) from error
+        raise NothingToResumeError(
+            "there is no run here",
+            where=RUN_FILE,
+            rule="a run directory holds run.json",
+            way_out="name another directory, or start a run with perdure train",
+        ) from error
+    value = sealed_json.decode(data, where=RUN_FILE, newest_format=FORMAT)
+    return RunInfo(
+        value["run_id"],
+        value["created_wall_s"],
+        value["versions"],
+        config_digest=value["config_digest"],
+        dataset_digest=value["dataset_digest"],
+    )
+
+
+def claim(
+    storage: Storage,
+    *,
+    run_id: str,
+    clock: Clock,
+    faults: FaultHook,
+    take_over: bool = False,
+    info: Holder | None = None,
+) -> Claim:
+    """Become the highest incarnation and settle where every earlier one ended.
+
+    Args:
+        run_id: Must be the run's.
+        take_over: Go on although a live process holds the kernel lock; it is fenced.
+        info: Who claims; the current process by default.
+
+    Raises:
+        RunBusyError: A live process holds the run and ``take_over`` is False.
+        DamagedError: The log of an earlier incarnation is damaged, or files of the claim protocol
+            are missing.
+        StorageError: The storage refused.
+    """
+    run = read_run(storage)
+    if run.run_id != run_id:
+        raise DamagedError(
+            f"this is run {run.run_id}", where=RUN_FILE, rule=f"run {run_id} was expected"
+        )
+    lock = storage.lock(LOCK_FILE)
+    if lock is None and not take_over:
+        raise _busy(storage)
+    try:
+        holder = info or Holder.here()
+        incarnation = _link(storage, run_id, clock, holder=holder, took_over=lock is None)
+        faults.reach(FaultPoint.CLAIM_LINKED)
+        _seal_below(storage, incarnation, run_id=run_id)
+        faults.reach(FaultPoint.CLAIM_SEALED)
+        parent = newest_started(storage, run_id=run_id, below=incarnation)
+    except Exception:
+        if lock is not None:
+            lock.release()
+        raise
+    return Claim(run, incarnation, parent, took_over=lock is None, lock=lock)
+
+
+def incarnation_path(incarnation: int) -> str:
+    """File of an incarnation."""
+    return f"{INCARNATION_DIR}/{incarnation}.json"
+
+
+def is_fenced(storage: Storage, incarnation: IncarnationNumber) -> bool:
+    """Whether a newer incarnation exists. Claims leave no gap, so the next number tells."""
+    return storage.exists(incarnation_path(incarnation + 1))
+
+
+def highest_incarnation(storage: Storage) -> IncarnationNumber:
+    """The newest claim; 0 if there is none.
+
+    Raises:
+        DamagedError: A file below the highest, or of an incarnation with segments, is missing.
+    """
+    written = [SegmentName.parse(file) for file in storage.list(LOG_DIR)]
+    names = (file.removesuffix(".json") for file in storage.list(INCARNATION_DIR))
+    claimed = {int(name) for name in names if name.isdecimal()}
+    highest = max(claimed, default=0)
+    needed = max((name.incarnation for name in written if name is not None), default=0)
+    for number in range(1, max(highest, needed) + 1):
+        # A listing beside a claimant may show the newer of two names alone: ask again by name.
+        if number not in claimed and not storage.exists(incarnation_path(number)):
+            raise DamagedError(
+                "the file is missing",
+                where=incarnation_path(number),
+                rule="incarnation files are never removed",
+                way_out=_COPY,
+            )
+    return IncarnationNumber(max(highest, needed))
+
+
+def newest_started(storage: Storage, *, run_id: str, below: int) -> IncarnationNumber:
+    """Newest incarnation below a number that wrote ``IncarnationStarted``; 0 if there is none."""
+    for number in range(below - 1, 0, -1):
+        incarnation = IncarnationNumber(number)
+        seal = read_seal(storage, incarnation, run_id=run_id)
+        found = seal or scan_incarnation(storage, incarnation, run_id=run_id)
+        # The first batch of a control stream is SegmentOpened and IncarnationStarted.
+        if sum(span.records for span in found.control) > 1:
+            return incarnation
+    return IncarnationNumber(0)
+
+
+def _link(
+    storage: Storage, run_id: str, clock: Clock, *, holder: Holder, took_over: bool
+) -> IncarnationNumber:
+    number = highest_incarnation(storage)
+    while True:
+        number = IncarnationNumber(number + 1)
+        value: dict[str, Any] = {
+            "format": FORMAT,
+            "run_id": run_id,
+            "incarnation": number,
+            "host": holder.host,
+            "pid": holder.pid,
+            "started_wall_s": clock.wall_s(),
+            "took_over": took_over,
+        }
+        if storage.create_exclusive(incarnation_path(number), sealed_json.encode(value)):
+            return number
+
+
+def _seal_below(storage: Storage, incarnation: IncarnationNumber, *, run_id: str) -> None:
+    for number in range(1, incarnation):
+        if read_seal(storage, IncarnationNumber(number), run_id=run_id) is None:
+            seal_incarnation(
+                storage, IncarnationNumber(number), run_id=run_id, sealed_by=incarnation
+            )
+    # A seal found here may be the work of a claimant that died before its name was durable.
+    storage.sync_dir(SEAL_DIR)
+
+
+def _busy(storage: Storage) -> RunBusyError:
+    path = incarnation_path(highest_incarnation(storage))
+    held = ""
+    if storage.exists(path):
+        value = sealed_json.decode(storage.read(path), where=path, newest_format=FORMAT)
+        held = f" (incarnation {value['incarnation']}, process {value['pid']} on {value['host']})"
+    return RunBusyError(
+        f"a live process holds this run{held}",
+        where=LOCK_FILE,
+        rule="one process at a time writes a run",
+        way_out="wait for it, stop it, or fence it with --take-over",
+    )

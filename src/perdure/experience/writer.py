@@ -1,0 +1,278 @@
+"""The log writer: a bounded queue in front of group commit, in a thread of its own or inline."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from perdure.core.clock import Clock
+from perdure.core.errors import StorageError
+from perdure.core.events import EventSink, ignore_events
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.ids import LogPosition
+from perdure.core.records import Closed, IncarnationStarted
+from perdure.core.storage_api import Storage
+from perdure.experience.claims import Claim
+from perdure.experience.commit import CommitLimits, Committer
+from perdure.experience.entries import Entry, Payload, PreparedEntry, prepare_entry
+
+__all__ = ["Entry", "LogOptions", "LogWriter", "Payload"]
+
+_IDLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    """How the log is written.
+
+    Attributes:
+        segment_bytes: A segment that has reached this size is closed between batches.
+        linger_s: How long a commit waits for more appends, unless it is urged.
+        max_pending_bytes: Above this, ``append`` waits until a commit has made room.
+        stall_timeout_s: Longest such wait, and the longest wait for the last commit on closing.
+        tries: How often a batch is tried, each time in a new segment.
+        threaded: Commit in an owned thread; False: in ``flush``, in the caller's.
+    """
+
+    segment_bytes: int = 64 * 2**20
+    linger_s: float = 0.02
+    max_pending_bytes: int = 256 * 2**20
+    stall_timeout_s: float = 120.0
+    tries: int = 3
+    threaded: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.tries >= 1
+        assert self.segment_bytes > 0
+
+
+@dataclass(slots=True)
+class _Append:
+    entries: list[PreparedEntry]
+    size: int
+    future: Future[LogPosition] = field(default_factory=Future[LogPosition])
+
+
+class LogWriter:
+    """Appends to the log of one incarnation. Thread-safe.
+
+    The first record must be ``IncarnationStarted``. An append is atomic: all its records become
+    visible or none. Appends become durable in the order in which they were made. The first
+    failure is final: it reaches every pending future and every later call.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        claim: Claim,
+        clock: Clock,
+        faults: FaultHook,
+        options: LogOptions | None = None,
+        events: EventSink = ignore_events,
+    ) -> None:
+        self._options = options or LogOptions()
+        self._clock = clock
+        self._faults = faults
+        limits = CommitLimits(self._options.segment_bytes, self._options.tries)
+        self._committer = Committer(
+            storage, claim=claim, clock=clock, faults=faults, events=events, limits=limits
+        )
+        self._incarnation = claim.incarnation
+        self._position = LogPosition(claim.incarnation, 0, 0)
+        self._changed = threading.Condition()
+        self._urged = threading.Event()
+        self._queue: list[_Append] = []
+        self._pending: dict[str, _Append] = {}
+        self._pending_bytes = 0
+        self._last: Future[LogPosition] | None = None
+        self._started = False
+        self._closing = False
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if self._options.threaded:
+            self._thread = threading.Thread(target=self._run, name="perdure-log", daemon=True)
+            self._thread.start()
+
+    @property
+    def position(self) -> LogPosition:
+        """End of the last acknowledged control record."""
+        return self._position
+
+    def append(self, entries: Sequence[Entry]) -> Future[LogPosition]:
+        """Queue records; the future resolves when they are acknowledged.
+
+        It gives the end of the last acknowledged control record. A record whose key is still
+        pending is not queued again; the future then covers the earlier one. Waits only if more
+        than ``max_pending_bytes`` are pending.
+
+        Raises:
+            FencedError: A newer incarnation has claimed the run.
+            StorageError: The log cannot be written.
+            TypeError, ValueError: A record cannot be encoded; nothing was queued.
+        """
+        prepared = [prepare_entry(entry) for entry in entries]
+        with self._changed:
+            self._require_open()
+            if not self._started:
+                first = entries[0].control
+                assert isinstance(first, IncarnationStarted), "an incarnation starts first"
+                self._started = True
+            fresh = [item for item in prepared if item.key not in self._pending]
+            if not fresh:
+                # Futures resolve in order, so the newest append covers the ones before it.
+                assert self._last is not None, "an append has entries"
+                return self._last
+            appended = _Append(fresh, sum(item.size for item in fresh))
+            self._make_room(appended.size)
+            # Cancelling a wait must not cancel the append.
+            appended.future.set_running_or_notify_cancel()
+            self._queue.append(appended)
+            self._pending_bytes += appended.size
+            self._pending.update((item.key, appended) for item in fresh)
+            self._last = appended.future
+            if len(self._queue) == 1:
+                self._changed.notify_all()
+        return appended.future
+
+    def urge(self) -> None:
+        """Commit what is pending without lingering."""
+        self._urged.set()
+
+    def flush(self, timeout_s: float) -> None:
+        """Return when everything appended so far is acknowledged. Inline mode commits here.
+
+        Raises:
+            FencedError, StorageError: As :meth:`append`; also if ``timeout_s`` have passed.
+        """
+        if self._thread is None:
+            while self._queue:
+                self._commit_queue()
+        self.urge()
+        last = self._last
+        if last is not None:
+            try:
+                last.result(timeout_s)
+            except TimeoutError as error:
+                raise self._stalled(timeout_s) from error
+        self._require_healthy()
+
+    def close(self, reason: str) -> None:
+        """Write ``Closed``, wait for it, seal this incarnation's log, end the thread.
+
+        Raises:
+            FencedError, StorageError: The log had failed, or fails now. It is closed all the same.
+        """
+        if self._closed:
+            return
+        try:
+            if self._started and self._error is None:
+                self.append([Entry(Closed(self._incarnation, reason))])
+                self.flush(self._options.stall_timeout_s)
+        finally:
+            self._end_thread()
+        self._require_healthy()
+        if self._started:
+            self._committer.seal()
+
+    def _end_thread(self) -> None:
+        with self._changed:
+            self._closing = self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self.urge()
+            self._thread.join(self._options.stall_timeout_s)
+            if self._thread.is_alive():
+                raise self._stalled(self._options.stall_timeout_s)
+        self._committer.close()
+
+    def _require_open(self) -> None:
+        self._require_healthy()
+        if self._closed:
+            raise ValueError("the log writer is closed")
+
+    def _require_healthy(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _make_room(self, size: int) -> None:
+        """Wait, holding the lock, until ``size`` more bytes fit (anything fits an empty queue)."""
+        if self._thread is None:
+            if self._pending_bytes + size > self._options.max_pending_bytes:
+                self._commit_queue()
+            return
+        if not self._fits(size):
+            self.urge()
+            timeout_s = self._options.stall_timeout_s
+            if not self._changed.wait_for(lambda: self._fits(size), timeout_s):
+                raise self._stalled(timeout_s)
+            self._require_open()
+
+    def _fits(self, size: int) -> bool:
+        pending = self._pending_bytes
+        limit = self._options.max_pending_bytes
+        return self._error is not None or pending == 0 or pending + size <= limit
+
+    def _stalled(self, seconds: float) -> StorageError:
+        return StorageError(
+            f"the experience log did not become durable within {seconds:g} s",
+            where="log",
+            rule="storage answers in time",
+            way_out="check the disk, then resume the run; nothing acknowledged is lost",
+        )
+
+    def _run(self) -> None:
+        # What ends the thread has been given to every future and is raised by every later call.
+        with contextlib.suppress(BaseException):
+            while self._wait_for_work():
+                self._clock.wait(self._urged, self._options.linger_s)
+                self._urged.clear()
+                self._commit_queue()
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            while not self._queue and not self._closing:
+                self._changed.wait(_IDLE_S)
+            return bool(self._queue)
+
+    def _commit_queue(self) -> None:
+        """Commit everything queued as one batch."""
+        with self._changed:
+            batch, self._queue = self._queue, []
+        try:
+            entries = [item for appended in batch for item in appended.entries]
+            if entries:
+                self._committer.commit(entries)
+                self._acknowledge(batch, entries)
+        except BaseException as error:
+            self._fail(batch, error)
+            raise
+
+    def _acknowledge(self, batch: list[_Append], entries: list[PreparedEntry]) -> None:
+        positions = (item.entry.position for item in reversed(entries))
+        position = next((p for p in positions if p is not None), self._position)
+        with self._changed:
+            self._position = position
+            self._pending_bytes -= sum(appended.size for appended in batch)
+            for item in entries:
+                del self._pending[item.key]
+            self._changed.notify_all()
+        for appended in batch:
+            appended.future.set_result(position)
+        self._faults.reach(FaultPoint.LOG_ACKNOWLEDGED)
+
+    def _fail(self, batch: list[_Append], error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            failed = [*batch, *self._queue]
+            self._queue = []
+            self._pending.clear()
+            self._pending_bytes = 0
+            self._changed.notify_all()
+        for appended in failed:
+            if not appended.future.done():
+                appended.future.set_exception(error)
