@@ -57,11 +57,10 @@ def _key_hint(model_cls: type[Section], path: list[str]) -> str:
     close = nearest(name, siblings)
     if close is not None:
         return f"did you mean {'.'.join([*parents, close])!r}?"
-    everywhere = list(_dotted(model_cls))
-    same_name = [dotted for dotted in everywhere if dotted.split(".")[-1] == name]
-    elsewhere = same_name[0] if same_name else nearest(".".join(path), everywhere)
-    if elsewhere is not None:
-        return f"did you mean {elsewhere!r}?"
+    elsewhere = {dotted.split(".")[-1]: dotted for dotted in reversed(list(_dotted(model_cls)))}
+    close = nearest(name, elsewhere)
+    if close is not None:
+        return f"did you mean {elsewhere[close]!r}?"
     return f"use one of: {', '.join(siblings)}"
 
 

@@ -100,4 +100,4 @@ def parse(text: str, *, where: str) -> Any:
 
 def render(value: Any) -> str:
     """YAML text that :func:`parse` reads back as ``value``; keys keep their order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=96)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=96)
