@@ -24,9 +24,9 @@ def audit(
     json: JsonOption = False,
 ) -> None:
     """Prove from the files alone that nothing was skipped or trained twice."""
+    open_run(run)
     from perdure.audit import audit_run, diff_runs
 
-    open_run(run)
     if diff is None:
         report = audit_run(run)
     else:

@@ -1,0 +1,273 @@
+"""The command line through its runner: help, errors, exit codes, and what each command hands on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from perdure import __version__
+from perdure.cli import main as cli
+from perdure.core.errors import PerdureError, StorageError
+
+RUNNER = CliRunner()
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = RUNNER.invoke(cli.app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    command = command or typer.main.get_command(cli.app)
+    yield path
+    for name, inner in getattr(command, "commands", {}).items():
+        if hasattr(inner, "commands"):
+            yield from (p for p in commands(inner, (*path, name)) if p != (*path, name))
+        else:
+            yield (*path, name)
+
+
+@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
+def test_help_has_an_example(path: tuple[str, ...]) -> None:
+    code, out, _ = run(*path, "--help")
+    assert code == 0
+    assert "Example" in out
+    assert f"perdure {' '.join(path)}".strip() in out
+
+
+def test_version() -> None:
+    assert run("--version") == (0, f"perdure {__version__}\n", "")
+
+
+def test_a_mistyped_command_names_the_nearest() -> None:
+    code, _, err = run("trian")
+    assert code == 2
+    assert "Did you mean 'train'?" in err
+
+
+def test_a_missing_recipe_is_one_sentence_and_its_code(tmp_path: Path) -> None:
+    code, out, err = run("train", str(tmp_path / "none.yaml"))
+    assert (code, out) == (6, "")
+    assert err.startswith(f"perdure: {tmp_path}/none.yaml: no such recipe; ")
+    assert err.count("\n") == 1
+
+
+def test_a_bad_setting_is_one_sentence_and_its_code(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("sede: 1\n")
+    code, _, err = run("config", "show", str(recipe), "seed=x")
+    assert code == 2
+    assert "did you mean 'seed'?" in err
+    assert 'command line: seed = "x"' in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["resume"],
+        ["audit"],
+        ["ckpt", "list"],
+        ["ckpt", "verify"],
+        ["ckpt", "show"],
+    ],
+)
+def test_a_missing_run_names_the_nearest(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tiny-1").mkdir()
+    (tmp_path / "tiny-1" / "run.json").write_text("{}")
+    code, _, err = run(*arguments, str(tmp_path / "tiny-11"))
+    assert code == 6
+    assert f"did you mean '{tmp_path}/tiny-1'?" in err
+
+
+def _fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("perdure.cli.runs.Path.is_file", fail)
+
+
+def _errors(cls: type[PerdureError] = PerdureError) -> Iterator[type[PerdureError]]:
+    yield cls
+    for inner in cls.__subclasses__():
+        yield from _errors(inner)
+
+
+@pytest.mark.parametrize("error", list(_errors()), ids=lambda cls: cls.__name__)
+def test_every_error_has_its_exit_code(
+    error: type[PerdureError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fail_with(error("it broke", where="here", way_out="mend it"), monkeypatch)
+    assert run("ckpt", "list", "x") == (
+        error.exit_code,
+        "",
+        "perdure: here: it broke; way out: mend it\n",
+    )
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(KeyboardInterrupt(), monkeypatch)
+    assert run("ckpt", "list", "x")[0] == 130
+
+
+def test_a_bug_is_not_dressed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    _fail_with(ZeroDivisionError(), monkeypatch)
+    result = RUNNER.invoke(cli.app, ["ckpt", "list", "x"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_exit_codes_are_documented() -> None:
+    page = Path(__file__).parents[2] / "docs" / "exit-codes.md"
+    rows = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    documented = {int(row.split("|")[1]): row.split("|")[2].strip(" `") for row in rows[1:]}
+    expected = {error.exit_code: error.__name__ for error in _errors()}
+    assert len(expected) == len(list(_errors()))
+    assert documented == {0: "success", **expected, cli.INTERRUPTED: "interrupted"}
+
+
+def test_help_loads_neither_torch_nor_numpy() -> None:
+    script = (
+        "import sys, perdure.cli.main\n"
+        "print([m for m in ('torch', 'numpy', 'pydantic', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+RECIPE = "task: {name: sort_digits}\n"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Stands in for the trainer: records calls and leaves the metrics files of a short run."""
+    import perdure.trainers.launch as launch
+
+    calls: list[tuple[object, ...]] = []
+
+    def leave_metrics(run_dir: Path) -> None:
+        (run_dir / "metrics").mkdir(parents=True)
+        row = {"global_step": 3, "digest": "d", "metrics": {"reward": 0.5}, "timings_s": {}}
+        (run_dir / "metrics" / "steps.jsonl").write_text(json.dumps(row) + "\n")
+        rows = [
+            {"global_step": s, "digest": "d", "metrics": {"accuracy": a}, "timings_s": {}}
+            for s, a in ((0, 0.25), (3, 0.875))
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (run_dir / "metrics" / "evaluations.jsonl").write_text(text)
+
+    def train(config: Any, run_dir: Path, *, display: Any) -> None:
+        calls.append(("train", config.seed, run_dir))
+        display("step", {"global_step": 3, "reward": 0.5, "seconds": 1.5})
+        display("log_committed", {"records": 1, "bytes": 2, "fsync_ms": 3.0})
+        leave_metrics(run_dir)
+
+    def resume(run_dir: Path, *, take_over: bool, redo: bool, display: Any) -> None:
+        del display
+        calls.append(("resume", run_dir, take_over, redo))
+        leave_metrics(run_dir)
+
+    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(launch, "resume", resume)
+    return calls
+
+
+def test_train_shows_steps_and_the_summary(
+    launched: list[tuple[object, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(RECIPE)
+    Path("runs/r-1").mkdir(parents=True)
+    code, out, err = run("train", "r.yaml", "seed=9")
+    assert (code, err) == (0, "")
+    assert launched == [("train", 9, Path("runs/r-2"))]
+    assert out.splitlines() == [
+        "step global_step=3 reward=0.5 seconds=1.5",
+        "run runs/r-2: 3 global steps",
+        "held-out accuracy 0.88 (before training 0.25)",
+        "curve runs/r-2/curve.png",
+    ]
+    assert Path("runs/r-2/curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_in_json(launched: list[tuple[object, ...]], tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    run_dir = tmp_path / "x"
+    code, out, _ = run("train", str(tmp_path / "r.yaml"), "--run", str(run_dir), "--json")
+    assert code == 0
+    assert launched == [("train", 1, run_dir)]
+    step, log, summary = (json.loads(line) for line in out.splitlines())
+    assert step == {"event": "step", "global_step": 3, "reward": 0.5, "seconds": 1.5}
+    assert log["event"] == "log_committed"
+    assert summary == {
+        "event": "summary",
+        "run": str(run_dir),
+        "global_steps": 3,
+        "first_accuracy": 0.25,
+        "last_accuracy": 0.875,
+        "curve": str(run_dir / "curve.png"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "take_over", "redo"),
+    [([], False, True), (["--take-over"], True, True), (["--no-redo"], False, False)],
+)
+def test_resume_hands_its_options_on(
+    launched: list[tuple[object, ...]],
+    tmp_path: Path,
+    options: list[str],
+    take_over: bool,
+    redo: bool,
+) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    assert run("resume", str(tmp_path), *options)[0] == 0
+    assert launched == [("resume", tmp_path, take_over, redo)]
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import perdure.trainers.launch as launch
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "train", interrupt)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    code, out, _ = run("train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "x"))
+    assert code == 130
+    assert out == f"interrupted; go on with: perdure resume {tmp_path / 'x'}\n"
+
+
+def test_a_failed_run_shows_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import perdure.trainers.launch as launch
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("disk full", where="log", way_out="free space")
+
+    monkeypatch.setattr(launch, "train", fail)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    code, out, err = run("train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "x"))
+    assert (code, out, err) == (7, "", "perdure: log: disk full; way out: free space\n")
+
+
+def test_config_show_prints_what_loads_again(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE)
+    code, out, _ = run("config", "show", str(recipe), "seed=5")
+    assert code == 0
+    assert "seed: 5\n" in out
+    recipe.write_text(out)
+    assert run("config", "show", str(recipe))[1] == out
+    shown = json.loads(run("config", "show", str(recipe), "--json")[1])
+    assert shown["config"]["seed"] == 5
+    assert len(shown["digest"]) == 32
