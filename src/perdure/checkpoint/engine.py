@@ -258,10 +258,14 @@ class CheckpointEngine:
         """One save, on the executor; returns what kept it from being committed."""
         name = snapshot.manifest.name
         started_s = self.clock.monotonic_s()
+        writing = False
         try:
+            writer.require_empty(self.storage, name.directory)
+            writing = True
             manifest, digest = writer.write(self.storage, snapshot, self.faults)
         except (PerdureError, OSError) as error:
-            self._discard(name)
+            if writing:
+                self._discard(name)
             return self._report(name, error)
         finally:
             self._free.append(snapshot.arena)

@@ -25,6 +25,21 @@ PIECE_BYTES = 8 << 20
 """Bytes hashed and handed to the storage at once."""
 
 
+def require_empty(storage: Storage, directory: str) -> None:
+    """Refuse a directory that holds something, whoever it belongs to.
+
+    Raises:
+        StorageError: It is not empty.
+    """
+    if storage.list(directory_path(directory)):
+        raise StorageError(
+            "the directory is not empty",
+            where=directory_path(directory),
+            rule="a checkpoint never overwrites another",
+            way_out="move it away",
+        )
+
+
 def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Manifest, str]:
     """Write all files and the manifest; everything is durable on return.
 
@@ -35,17 +50,10 @@ def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Mani
         The manifest and its digest.
 
     Raises:
-        StorageError: The storage refused, or the directory holds something already.
+        StorageError: The storage refused; what was written may lie around.
         DamagedError: A file reads back differently from what was written.
     """
     root = directory_path(snapshot.manifest.name.directory)
-    if storage.list(root):
-        raise StorageError(
-            "the directory is not empty",
-            where=root,
-            rule="a checkpoint never overwrites another",
-            way_out="move it away",
-        )
     files: dict[str, FileEntry] = {}
     parts = _files(snapshot)
     folders = _folders(root, parts)
