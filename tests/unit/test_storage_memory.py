@@ -147,6 +147,16 @@ def test_renaming_over_a_durable_file_shows_old_or_new() -> None:
     assert _found(storage, "p") == {b"old", b"new"}
 
 
+def test_a_removal_does_not_strike_the_file_that_a_dropped_rename_would_have_replaced() -> None:
+    storage = MemoryStorage()
+    storage.write_atomic("p", b"old")
+    storage.write_atomic("q", b"new")
+    storage.rename("q", "p")
+    storage.remove("p")
+    found = {tuple(sorted(state.files().items())) for state in storage.crash_states()}
+    assert found == {(("p", b"old"), ("q", b"new")), (("p", b"new"),), ()}
+
+
 def test_an_atomic_write_is_five_steps_in_order() -> None:
     storage = MemoryStorage()
     storage.write_atomic("p", b"x")
@@ -174,7 +184,7 @@ def test_without_power_nothing_works_any_more() -> None:
     with pytest.raises(PowerLost):
         file.append([b"x"])
     for call in (
-        lambda: file.sync(),
+        file.sync,
         lambda: storage.read("log"),
         lambda: other.exists("log"),
         lambda: other.write_atomic("p", b""),

@@ -1,1 +1,1 @@
-"""Ids, versions, clock, records, protocols, fault points, errors and events shared by every layer."""
+"""What every layer shares: ids, clock, records, protocols, fault points, errors and events."""

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Source of time. ``monotonic_s`` never goes back; ``wall_s`` is seconds since the epoch (UTC)."""
+    """Source of time. ``monotonic_s`` never goes back; ``wall_s`` counts from the epoch (UTC)."""
 
     def monotonic_s(self) -> float: ...
 

@@ -37,7 +37,7 @@ EventSink = Callable[[str, dict[str, object]], None]
 
 
 def format_event(name: str, fields: dict[str, object]) -> str:
-    """One line, declared fields first. Raises ``KeyError`` for an unknown name or a missing field."""
+    """One line, declared fields first. ``KeyError``: the name is unknown or a field is missing."""
     declared = FIELDS[name]
     parts = [f"{key}={_text(fields[key])}" for key in declared]
     parts += [f"{key}={_text(value)}" for key, value in fields.items() if key not in declared]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NewType
+
+_SESSION_KEY = re.compile(r"g(0|[1-9][0-9]*)\.s(0|[1-9][0-9]*)")
 
 GlobalStep = NewType("GlobalStep", int)
 """One turn of the controller's loop, counted from 1; 0 is the state before the first."""
@@ -35,10 +38,10 @@ class SessionId:
     @classmethod
     def parse(cls, key: str) -> SessionId:
         """Read :meth:`key` back. Raises ``ValueError`` on anything else."""
-        group, dot, index = key.partition(".")
-        if not (dot and group[:1] == "g" and index[:1] == "s"):
+        match = _SESSION_KEY.fullmatch(key)
+        if match is None:
             raise ValueError(f"not a session key: {key!r}")
-        return cls(GroupId(int(group[1:])), int(index[1:]))
+        return cls(GroupId(int(match[1])), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -79,7 +82,7 @@ class PayloadRef:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """Phase, step and incarnation of a checkpoint. The manifest, not the directory, is their source."""
+    """Phase, step and incarnation of a checkpoint; their source is the manifest, never the path."""
 
     phase: str
     step: int
@@ -87,6 +90,6 @@ class CheckpointName:
 
     @property
     def directory(self) -> str:
-        """Directory name below ``checkpoints/``: ``step-00000010-2`` (``warm-…`` for warm start)."""
+        """Name below ``checkpoints/``: ``step-00000010-2`` (``warm-…`` for the warm start)."""
         prefix = "step" if self.phase == "train" else "warm"
         return f"{prefix}-{self.step:08d}-{self.incarnation}"

@@ -130,8 +130,8 @@ class RolloutEngine(Protocol):
     async def load_weights(self, version: PolicyVersion, weights: Mapping[str, Any]) -> str:
         """Copy the weights in and return the digest of what is now held.
 
-        Raises ``RuntimeError`` while requests are decoding, ``ValueError`` if names or shapes differ
-        (the engine then keeps its old weights).
+        Raises ``RuntimeError`` while requests are decoding, ``ValueError`` if names or shapes
+        differ (the engine then keeps its old weights).
         """
         ...
 

@@ -17,7 +17,9 @@ from perdure.core.errors import DamagedError, FutureFormatError
 def encode(value: dict[str, Any]) -> bytes:
     """Serialize with a digest, indented for people; ``value`` must have an integer ``format``."""
     assert isinstance(value.get("format"), int)
-    sealed = {**value, "digest": _digest(value)}
+    # As a reader will see it: JSON turns every key into text, which changes how keys sort.
+    plain = cast("dict[str, Any]", json.loads(json.dumps(value)))
+    sealed = {**plain, "digest": _digest(plain)}
     return (json.dumps(sealed, indent=1, sort_keys=True) + "\n").encode()
 
 
@@ -30,11 +32,12 @@ def decode(data: bytes, *, where: str, newest_format: int) -> dict[str, Any]:
     """
     try:
         value = json.loads(data)
-        assert isinstance(value, dict)
+        if not isinstance(value, dict):
+            raise ValueError("not an object")
         sealed = cast("dict[str, Any]", value)
         digest = sealed.pop("digest")
         damaged = digest != _digest(sealed)
-    except (ValueError, AssertionError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         raise DamagedError(
             f"not a sealed JSON object ({error})", where=where, way_out="restore it from a copy"
         ) from error

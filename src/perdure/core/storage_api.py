@@ -83,7 +83,7 @@ class Storage(Protocol):
         ...
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes from ``offset``; fewer than ``length`` at the end. ``FileNotFoundError`` if absent."""
+        """Bytes from ``offset``; fewer than ``length`` at the end of the file."""
         ...
 
     def map(self, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -91,7 +91,7 @@ class Storage(Protocol):
         ...
 
     def size(self, path: str) -> int:
-        """Bytes in the file. ``FileNotFoundError`` if absent."""
+        """Bytes in the file."""
         ...
 
     def exists(self, path: str) -> bool: ...

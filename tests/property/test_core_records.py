@@ -1,0 +1,170 @@
+"""Every record survives its fields being packed and read back; keys name what they should."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perdure.core import records
+from perdure.core.ids import GroupId, LogPosition, PayloadRef, SessionId, UpdateId
+from perdure.core.records import (
+    DECISION_TYPES,
+    ControlRecord,
+    Evicted,
+    RecordType,
+    SessionDone,
+    record_fields,
+    record_from_fields,
+)
+
+CLASSES: tuple[type[Any], ...] = typing.get_args(ControlRecord)
+_COUNTS = st.integers(0, 2**63 - 1)
+_TEXT = st.text(st.characters(codec="utf-8"), max_size=8)
+_FLOATS = st.floats(allow_nan=False)
+_SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    int: _COUNTS,
+    str: _TEXT,
+    bool: st.booleans(),
+    float: _FLOATS,
+    dict[str, float]: st.dictionaries(_TEXT, _FLOATS, max_size=3),
+    tuple[int, ...]: st.lists(_COUNTS, max_size=4).map(tuple),
+    tuple[str, ...]: st.lists(_TEXT, max_size=4).map(tuple),
+    SessionId: st.builds(SessionId, _COUNTS, _COUNTS),
+    UpdateId: st.builds(UpdateId, _COUNTS, _COUNTS),
+    LogPosition: st.builds(LogPosition, _COUNTS, _COUNTS, _COUNTS),
+    PayloadRef: st.builds(
+        PayloadRef, _COUNTS, _COUNTS, _COUNTS, _COUNTS, st.integers(0, 2**64 - 1)
+    ),
+}
+
+
+def _values(hint: Any) -> st.SearchStrategy[Any]:
+    hint = getattr(hint, "__supertype__", hint)
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
+    inner = next(option for option in typing.get_args(hint) if option is not type(None))
+    return st.none() | _values(inner)
+
+
+def _records(cls: type[Any]) -> st.SearchStrategy[Any]:
+    hints = typing.get_type_hints(cls)
+    return st.builds(cls, **{f.name: _values(hints[f.name]) for f in dataclasses.fields(cls)})
+
+
+ANY_RECORD = st.sampled_from(CLASSES).flatmap(_records)
+
+
+def _packed(record: Any) -> dict[str, Any]:
+    return msgpack.unpackb(msgpack.packb(record_fields(record)))
+
+
+@given(record=ANY_RECORD)
+def test_a_record_reads_back_from_its_packed_fields(record: Any) -> None:
+    assert record_from_fields(record.type, _packed(record)) == record
+
+
+@given(record=ANY_RECORD)
+def test_unknown_fields_of_a_later_version_are_ignored(record: Any) -> None:
+    assert record_from_fields(record.type, {**_packed(record), "later": [1]}) == record
+
+
+@given(record=ANY_RECORD, data=st.data())
+def test_a_missing_field_is_refused_or_has_its_default(record: Any, data: st.DataObject) -> None:
+    fields = _packed(record)
+    gone = data.draw(st.sampled_from(sorted(fields)))
+    del fields[gone]
+    field = next(f for f in dataclasses.fields(record) if f.name == gone)
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        with pytest.raises(ValueError, match="not a valid record"):
+            record_from_fields(record.type, fields)
+    else:
+        record_from_fields(record.type, fields)
+
+
+@given(record=ANY_RECORD)
+def test_a_key_is_text_that_names_its_type(record: Any) -> None:
+    kind = record.key().split("/")[0]
+    assert kind in {record.type.name.lower(), "segment", "incarnation"}
+    assert record.key() == record_from_fields(record.type, _packed(record)).key()
+
+
+@given(first=ANY_RECORD, second=ANY_RECORD)
+def test_records_of_two_types_never_share_a_key(first: Any, second: Any) -> None:
+    if first.type is not second.type:
+        assert first.key() != second.key()
+
+
+@pytest.mark.parametrize("number", [0, 99, 101, 102, 103, -1])
+def test_numbers_without_a_control_record_are_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=r"not a valid record|not a valid RecordType"):
+        record_from_fields(number, {})
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "value"),
+    [
+        (SessionDone, "session", 3),
+        (SessionDone, "session", [1]),
+        (SessionDone, "payload", [1, 2]),
+        (SessionDone, "stop_reason", "unheard of"),
+        (Evicted, "reason", 7),
+    ],
+)
+def test_a_field_of_the_wrong_shape_is_refused(cls: type[Any], name: str, value: object) -> None:
+    ref = PayloadRef(*[typing.cast("Any", 1)] * 5)
+    session = SessionId(GroupId(1), 0)
+    whole: dict[type[Any], Any] = {
+        SessionDone: SessionDone(
+            session,
+            ref,
+            1.0,
+            records.StopReason.STOP,
+            3,
+            typing.cast("Any", 1),
+            typing.cast("Any", 2),
+        ),
+        Evicted: Evicted(GroupId(1), records.EvictionReason.AGE, typing.cast("Any", 2)),
+    }
+    fields = {**_packed(whole[cls]), name: value}
+    with pytest.raises(ValueError, match="not a valid"):
+        record_from_fields(cls.type, fields)
+
+
+def test_every_control_type_has_a_class_and_no_number_is_used_twice() -> None:
+    control = {kind for kind in RecordType if kind < 100}
+    assert {cls.type for cls in CLASSES} == control
+    assert len({cls.type for cls in CLASSES}) == len(CLASSES)
+
+
+def _format_page_rows() -> dict[int, tuple[str, bool]]:
+    page = Path(__file__).parents[2] / "docs" / "formats" / "log.md"
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (D?) ?\|", page.read_text(), re.MULTILINE)
+    return {int(number): (name, decision == "D") for number, name, decision in rows}
+
+
+def test_the_format_page_lists_the_same_types_fields_and_decisions() -> None:
+    rows = _format_page_rows()
+    assert set(rows) == {int(kind) for kind in RecordType}
+    for kind in RecordType:
+        name, decision = rows[kind]
+        assert name.lower() == kind.name.replace("_", "").lower()
+        assert decision == (kind in DECISION_TYPES)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_format_page_names_every_field(cls: type[Any]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats" / "log.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| {int(cls.type)} |"))
+    for field in dataclasses.fields(cls):
+        assert re.search(rf"\b{field.name}\b", row), f"{cls.__name__}.{field.name}"
