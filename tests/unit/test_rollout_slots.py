@@ -1,0 +1,91 @@
+import numpy as np
+
+from perdure.core.keyed_random import generator
+from perdure.core.rollout_api import GenerationRequest, SamplingParams
+from perdure.rollout.slots import LiveRequest, SlotTable
+
+
+def live_of(name: str, *, prefix: tuple[int, ...] = (), **sampling: object) -> LiveRequest:
+    params = SamplingParams(**{"max_new_tokens": 6} | sampling)  # type: ignore[arg-type]
+    request = GenerationRequest(name, (1, 2), params, (5, 6, 7), prefix)
+    context = np.array((1, 2, *prefix), np.int64)
+    return LiveRequest(request, context, params.max_new_tokens - len(prefix))
+
+
+def table_of(*lives: LiveRequest, slots: int = 4) -> SlotTable:
+    table = SlotTable(slots=slots, max_tokens=12, vocab_size=10)
+    for slot, live in enumerate(lives):
+        table.occupy(slot, live)
+    return table
+
+
+def record(table: SlotTable, tokens: list[int]) -> list[tuple[int, bool, bool]]:
+    found = table.record(np.array(tokens), np.full(len(tokens), -0.5, np.float32), chunk_tokens=2)
+    return list(zip(found.due, found.ended, found.stopped, strict=True))
+
+
+def test_token_t_uses_draw_t_whatever_was_generated_before() -> None:
+    draws = generator(5, "sampling", 6, 7).random(6)
+    np.testing.assert_array_equal(live_of("a").uniforms(), draws)
+    np.testing.assert_array_equal(live_of("a", prefix=(3, 3, 3, 3)).uniforms(), draws[4:])
+    table = table_of(live_of("a"), live_of("b", prefix=(3, 3)))
+    np.testing.assert_array_equal(table.next_uniforms(2), draws[[0, 2]])
+    record(table, [8, 8])
+    np.testing.assert_array_equal(table.next_uniforms(2), draws[[1, 3]])
+
+
+def test_stops_budgets_and_full_chunks_are_due() -> None:
+    table = table_of(
+        live_of("stops", stop_token_ids=(4, 5)), live_of("ends", max_new_tokens=1), live_of("goes")
+    )
+    assert record(table, [5, 5, 5]) == [(0, True, True), (1, True, False)]
+    table.release(0)
+    table.release(1)
+    assert record(table, [4, 4, 4]) == [(2, False, False)]
+    tokens, logprobs = table.take_undelivered(2)
+    assert tokens.tolist() == [5, 4]
+    assert logprobs.tolist() == [-0.5, -0.5]
+    assert record(table, [0, 0, 1]) == []
+
+
+def test_free_rows_never_move_or_fall_due() -> None:
+    table = table_of(live_of("a"))
+    for _ in range(5):
+        record(table, [3, 3, 3, 3])
+    assert table.position.tolist() == [6, 0, 0, 0]
+    assert table.generated.tolist() == [5, 0, 0, 0]
+
+
+def test_compaction_brings_live_rows_to_the_front_unchanged() -> None:
+    lives = [live_of(name, stop_token_ids=(9,), top_k=index) for index, name in enumerate("abcd")]
+    table = table_of(*lives)
+    record(table, [3, 4, 5, 6])
+    table.release(0)
+    table.release(2)
+    targets, sources = table.compaction()
+    assert (targets, sources) == ([0], [3])
+    table.move(targets, sources)
+    assert [live.request.request_id if live else None for live in table.requests] == [
+        "d",
+        "b",
+        None,
+        None,
+    ]
+    assert [live.slot for live in lives] == [-1, 1, -1, 0]
+    assert table.free_slots() == [2, 3]
+    assert table.top_k[:2].tolist() == [3, 1]
+    assert table.token[:2].tolist() == [6, 4]
+    assert table.take_undelivered(0)[0].tolist() == [6]
+    assert table.compaction() == ([], [])
+    assert record(table, [9, 1]) == [(0, True, True), (1, False, False)]
+
+
+def test_a_reused_slot_remembers_nothing() -> None:
+    table = table_of(live_of("a", stop_token_ids=(1, 2, 3), top_k=2, top_p=0.5, temperature=0.0))
+    record(table, [7])
+    table.release(0)
+    table.occupy(0, live_of("b"))
+    fresh = table_of(live_of("b"))
+    for name in ("token", "position", "generated", "delivered", "top_k", "top_p", "greedy"):
+        np.testing.assert_array_equal(getattr(table, name), getattr(fresh, name))
+    assert record(table, [3]) == []
