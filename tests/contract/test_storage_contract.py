@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,18 @@ def test_create_exclusive_has_one_winner(storage: Storage) -> None:
     assert not storage.create_exclusive("claim", b"second")
     assert storage.read("claim") == b"first"
     assert storage.list("") == ["claim"]
+
+
+def test_of_many_racing_creators_exactly_one_wins(storage: Storage) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for round_number in range(10):
+            path = f"claim{round_number}"
+            claims = [b"%d" % creator * 100 for creator in range(8)]
+            won = list(
+                pool.map(lambda data, path=path: storage.create_exclusive(path, data), claims)
+            )
+            assert won.count(True) == 1
+            assert storage.read(path) == claims[won.index(True)]
 
 
 def test_read_of_a_part(storage: Storage) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -27,7 +27,8 @@ def digest_values(value: object) -> str:
 
 def _sorted(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(k): _sorted(value[k]) for k in sorted(value, key=str)}
+        mapping = cast("Mapping[object, object]", value)
+        return {str(key): _sorted(mapping[key]) for key in sorted(mapping, key=str)}
     if isinstance(value, list | tuple):
-        return [_sorted(item) for item in value]
+        return [_sorted(item) for item in cast("Sequence[object]", value)]
     return value
