@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.records import ControlRecord, Partial, RecordType, SessionDone, record_fields
@@ -42,8 +43,7 @@ class Entry:
     position: LogPosition | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedEntry:
+class PreparedEntry(NamedTuple):
     """An entry as bytes, all but its place."""
 
     entry: Entry

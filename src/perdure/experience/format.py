@@ -7,6 +7,7 @@ without encoding anything again.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -27,11 +28,15 @@ HEADER_BYTES = 64
 LAST_OF_BATCH = 1
 
 _HEADER = struct.Struct("<4sHHIIIIQQQQQ")
+_HEAD = struct.Struct("<4sHHII")
+_KEY_HASH = struct.Struct("<Q")
+_KEY_HASH_AT = 48
 _STAMP = struct.Struct("<IIQQQ")
 _STAMP_AT = 16
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 56
 _NO_CHECKSUM = bytes(8)
+_ZEROS = bytes(ALIGNMENT)
 _EXTENT = struct.Struct(">BIBI")
 _REFERENCE = struct.Struct(">BBIBIBQBQBQ")
 _NO_REFERENCE = bytes(_REFERENCE.size)
@@ -83,38 +88,33 @@ def prepare_record(
         ValueError: The arrays take 4 GiB or more.
     """
     if arrays is None:
-        return _with_header(record_type, key, _pack(fields), 0)
-    copies = {name: _little_endian(array) for name, array in arrays.items()}
+        return _join(record_type, key, _pack(fields), [])
     # The offsets depend on the length of the fields that list them: they get a fixed width.
-    open_fields = _pack({**fields, "arrays": None})[:-1]
-    heads = [_pack([name, a.dtype.str, a.shape])[1:] for name, a in copies.items()]
-    array_header = _pack([None] * len(copies))[: -len(copies) or None]
-    fields_length = (
-        len(open_fields) + len(array_header) + sum(1 + len(head) + _EXTENT.size for head in heads)
-    )
-    start = offset = _aligned(HEADER_BYTES + fields_length)
-    entries: list[bytes] = []
-    for head, array in zip(heads, copies.values(), strict=True):
-        if offset + array.nbytes >= _MAX_ARRAY_BYTES:
+    open_fields = _pack({**fields, "arrays": None})[:-1] + _array_header(len(arrays))
+    raws = [(_array_head(name, a.dtype, a.shape), _raw(a)) for name, a in arrays.items()]
+    fields_length = len(open_fields) + sum(len(head) + _EXTENT.size for head, _ in raws)
+    offset = _aligned(HEADER_BYTES + fields_length)
+    packed = [open_fields]
+    pieces: list[bytes] = []
+    for head, raw in raws:
+        size = len(raw)
+        if offset + size >= _MAX_ARRAY_BYTES:
             raise ValueError(f"the arrays of record {key} take 4 GiB or more")
-        extent = _EXTENT.pack(_UINT32, offset, _UINT32, array.nbytes)
-        entries.append(b"\x95" + head + extent)
-        offset = _aligned(offset + array.nbytes)
-    packed = b"".join((open_fields, array_header, *entries))
-    record = _with_header(record_type, key, packed, offset - start)
-    at = start
-    for array in copies.values():
-        record[at : at + array.nbytes] = array.tobytes()
-        at = _aligned(at + array.nbytes)
-    return record
+        packed += (head, _EXTENT.pack(_UINT32, offset, _UINT32, size))
+        padding = -size % ALIGNMENT
+        pieces += (raw, _ZEROS[:padding])
+        offset += size + padding
+    return _join(record_type, key, b"".join(packed), pieces)
 
 
 def prepare_referring_record(
     record_type: RecordType, *, key: str, fields: Mapping[str, object]
 ) -> bytearray:
     """Build a record whose field ``payload`` is left open for :func:`set_reference`."""
-    rest = {name: value for name, value in fields.items() if name != "payload"}
-    return _with_header(record_type, key, _pack({**rest, "payload": None})[:-1] + _NO_REFERENCE, 0)
+    reordered = dict(fields)
+    del reordered["payload"]
+    reordered["payload"] = None
+    return _join(record_type, key, _pack(reordered)[:-1] + _NO_REFERENCE, [])
 
 
 def set_reference(record: bytearray, ref: PayloadRef) -> None:
@@ -217,25 +217,35 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
     return arrays
 
 
-def _with_header(record_type: RecordType, key: str, packed: bytes, array_bytes: int) -> bytearray:
-    length = _aligned(HEADER_BYTES + len(packed)) + array_bytes
-    record = bytearray(length)
-    key_hash = xxhash.xxh3_64_intdigest(key.encode())
-    units = length // ALIGNMENT
-    _HEADER.pack_into(
-        *(record, 0, MAGIC, FORMAT_VERSION, record_type, units, len(packed), 0, 0, 0, 0, 0),
-        *(key_hash, 0),
+def _join(record_type: RecordType, key: str, packed: bytes, arrays: list[bytes]) -> bytearray:
+    padding = _ZEROS[: -len(packed) % ALIGNMENT]
+    record = bytearray().join((_ZEROS, packed, padding, *arrays))
+    _HEAD.pack_into(
+        record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(packed)
     )
-    record[HEADER_BYTES : HEADER_BYTES + len(packed)] = packed
+    _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
     return record
+
+
+@functools.lru_cache(maxsize=4096)
+def _array_head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The start of an entry of ``arrays``: an array of five, of which three are here."""
+    return b"\x95" + _pack([name, dtype.newbyteorder("<").str, shape])[1:]
+
+
+@functools.cache
+def _array_header(count: int) -> bytes:
+    return _pack([None] * count)[: -count or None]
+
+
+def _raw(array: Array) -> bytes:
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    return array.tobytes()
 
 
 def _pack(value: object) -> bytes:
     return msgpack.packb(value)
-
-
-def _little_endian(array: Array) -> Array:
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
 
 def _aligned(size: int) -> int:

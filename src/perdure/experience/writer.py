@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from perdure.core.clock import Clock
 from perdure.core.errors import StorageError
@@ -49,11 +49,15 @@ class LogOptions:
         assert self.segment_bytes > 0
 
 
-@dataclass(slots=True)
-class _Append:
-    entries: list[PreparedEntry]
-    size: int
-    future: Future[LogPosition] = field(default_factory=Future[LogPosition])
+class _Batch:
+    """What is committed together, and the one future of all its appends."""
+
+    def __init__(self) -> None:
+        self.entries: list[PreparedEntry] = []
+        self.size = 0
+        self.future: Future[LogPosition] = Future()
+        # Cancelling a wait must not cancel the appends of others.
+        self.future.set_running_or_notify_cancel()
 
 
 class LogWriter:
@@ -85,10 +89,10 @@ class LogWriter:
         self._position = LogPosition(claim.incarnation, 0, 0)
         self._changed = threading.Condition()
         self._urged = threading.Event()
-        self._queue: list[_Append] = []
-        self._pending: dict[str, _Append] = {}
+        self._open = _Batch()
+        self._pending: dict[str, _Batch] = {}
         self._pending_bytes = 0
-        self._last: Future[LogPosition] | None = None
+        self._last = self._open
         self._started = False
         self._closing = False
         self._closed = False
@@ -106,9 +110,9 @@ class LogWriter:
     def append(self, entries: Sequence[Entry]) -> Future[LogPosition]:
         """Queue records; the future resolves when they are acknowledged.
 
-        It gives the end of the last acknowledged control record. A record whose key is still
-        pending is not queued again; the future then covers the earlier one. Waits only if more
-        than ``max_pending_bytes`` are pending.
+        It gives the end of the last acknowledged control record and is shared by all appends of
+        one commit. A record whose key is still pending is not queued again; the future then covers
+        the earlier one. Waits only if more than ``max_pending_bytes`` are pending.
 
         Raises:
             FencedError: A newer incarnation has claimed the run.
@@ -116,6 +120,7 @@ class LogWriter:
             TypeError, ValueError: A record cannot be encoded; nothing was queued.
         """
         prepared = [prepare_entry(entry) for entry in entries]
+        assert prepared, "an append has entries"
         with self._changed:
             self._require_open()
             if not self._started:
@@ -124,20 +129,20 @@ class LogWriter:
                 self._started = True
             fresh = [item for item in prepared if item.key not in self._pending]
             if not fresh:
-                # Futures resolve in order, so the newest append covers the ones before it.
-                assert self._last is not None, "an append has entries"
-                return self._last
-            appended = _Append(fresh, sum(item.size for item in fresh))
-            self._make_room(appended.size)
-            # Cancelling a wait must not cancel the append.
-            appended.future.set_running_or_notify_cancel()
-            self._queue.append(appended)
-            self._pending_bytes += appended.size
-            self._pending.update((item.key, appended) for item in fresh)
-            self._last = appended.future
-            if len(self._queue) == 1:
+                # Batches are acknowledged in order, so the newest covers the ones before it.
+                return max((self._pending[i.key] for i in prepared), key=self._is_open).future
+            size = sum(item.size for item in fresh)
+            self._make_room(size)
+            batch = self._open
+            if not batch.entries:
                 self._changed.notify_all()
-        return appended.future
+            batch.entries += fresh
+            batch.size += size
+            self._pending_bytes += size
+            for item in fresh:
+                self._pending[item.key] = batch
+            self._last = batch
+        return batch.future
 
     def urge(self) -> None:
         """Commit what is pending without lingering."""
@@ -150,13 +155,12 @@ class LogWriter:
             FencedError, StorageError: As :meth:`append`; also if ``timeout_s`` have passed.
         """
         if self._thread is None:
-            while self._queue:
-                self._commit_queue()
+            self._commit_open()
         self.urge()
         last = self._last
-        if last is not None:
+        if last.entries:
             try:
-                last.result(timeout_s)
+                last.future.result(timeout_s)
             except TimeoutError as error:
                 raise self._stalled(timeout_s) from error
         self._require_healthy()
@@ -203,7 +207,7 @@ class LogWriter:
         """Wait, holding the lock, until ``size`` more bytes fit (anything fits an empty queue)."""
         if self._thread is None:
             if self._pending_bytes + size > self._options.max_pending_bytes:
-                self._commit_queue()
+                self._commit_open()
             return
         if not self._fits(size):
             self.urge()
@@ -231,48 +235,49 @@ class LogWriter:
             while self._wait_for_work():
                 self._clock.wait(self._urged, self._options.linger_s)
                 self._urged.clear()
-                self._commit_queue()
+                self._commit_open()
 
     def _wait_for_work(self) -> bool:
         with self._changed:
-            while not self._queue and not self._closing:
+            while not self._open.entries and not self._closing:
                 self._changed.wait(_IDLE_S)
-            return bool(self._queue)
+            return bool(self._open.entries)
 
-    def _commit_queue(self) -> None:
+    def _commit_open(self) -> None:
         """Commit everything queued as one batch."""
         with self._changed:
-            batch, self._queue = self._queue, []
+            batch = self._open
+            if not batch.entries:
+                return
+            self._open = _Batch()
         try:
-            entries = [item for appended in batch for item in appended.entries]
-            if entries:
-                self._committer.commit(entries)
-                self._acknowledge(batch, entries)
+            self._committer.commit(batch.entries)
+            self._acknowledge(batch)
         except BaseException as error:
             self._fail(batch, error)
             raise
 
-    def _acknowledge(self, batch: list[_Append], entries: list[PreparedEntry]) -> None:
-        positions = (item.entry.position for item in reversed(entries))
-        position = next((p for p in positions if p is not None), self._position)
+    def _acknowledge(self, batch: _Batch) -> None:
+        positions = (item.entry.position for item in reversed(batch.entries))
         with self._changed:
-            self._position = position
-            self._pending_bytes -= sum(appended.size for appended in batch)
-            for item in entries:
+            self._position = next((p for p in positions if p is not None), self._position)
+            self._pending_bytes -= batch.size
+            for item in batch.entries:
                 del self._pending[item.key]
             self._changed.notify_all()
-        for appended in batch:
-            appended.future.set_result(position)
+        batch.future.set_result(self._position)
         self._faults.reach(FaultPoint.LOG_ACKNOWLEDGED)
 
-    def _fail(self, batch: list[_Append], error: BaseException) -> None:
+    def _fail(self, batch: _Batch, error: BaseException) -> None:
         with self._changed:
             self._error = error
-            failed = [*batch, *self._queue]
-            self._queue = []
+            waiting, self._open = self._open, _Batch()
             self._pending.clear()
             self._pending_bytes = 0
             self._changed.notify_all()
-        for appended in failed:
-            if not appended.future.done():
-                appended.future.set_exception(error)
+        for failed in (batch, waiting):
+            if not failed.future.done():
+                failed.future.set_exception(error)
+
+    def _is_open(self, batch: _Batch) -> bool:
+        return batch is self._open
