@@ -13,6 +13,7 @@ from perdure.storage import (
     CrashMode,
     FaultyStorage,
     MemoryStorage,
+    RandomFaults,
     StorageFault,
     StorageFaultKind,
 )
@@ -198,7 +199,9 @@ def test_a_fault_waits_for_its_path() -> None:
 
 
 def _seeded_history(seed: int) -> tuple[list[str], dict[Kind, int]]:
-    storage = FaultyStorage(MemoryStorage(), seed=seed, rate=0.2, clock=ManualClock())
+    storage = FaultyStorage(
+        MemoryStorage(), seed=seed, random=RandomFaults(0.2), clock=ManualClock()
+    )
     history: list[str] = []
     for number in range(60):
         try:
@@ -218,7 +221,7 @@ def test_a_seed_repeats_the_faults_and_another_does_not() -> None:
 
 
 def test_random_faults_are_of_the_kinds_asked_for() -> None:
-    storage = FaultyStorage(MemoryStorage(), rate=1.0, kinds=[Kind.EIO_READ])
+    storage = FaultyStorage(MemoryStorage(), random=RandomFaults(1.0, (Kind.EIO_READ,)))
     storage.write_atomic("f", b"1")
     with pytest.raises(StorageError):
         storage.read("f")
@@ -227,7 +230,7 @@ def test_random_faults_are_of_the_kinds_asked_for() -> None:
 
 def test_locks_pass_through() -> None:
     inner = MemoryStorage()
-    storage = FaultyStorage(inner, rate=1.0, kinds=[Kind.EIO_READ])
+    storage = FaultyStorage(inner, random=RandomFaults(1.0, (Kind.EIO_READ,)))
     lock = storage.lock("lock")
     assert lock is not None
     assert inner.lock("lock") is None

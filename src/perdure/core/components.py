@@ -17,8 +17,8 @@ class ComponentState:
         values: msgpack-able small values (numbers, text, bytes, lists, mappings with text keys).
     """
 
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class Checkpointable(Protocol):

@@ -1,6 +1,6 @@
 """Durable files: on a real disk, in memory with a model of power loss, and with injected faults."""
 
-from perdure.storage.faulty import FaultyStorage, StorageFault, StorageFaultKind
+from perdure.storage.faulty import FaultyStorage, RandomFaults, StorageFault, StorageFaultKind
 from perdure.storage.memory import MemoryStorage
 from perdure.storage.memory_disk import Operation, PowerLost
 from perdure.storage.posix import PosixStorage
@@ -13,6 +13,7 @@ __all__ = [
     "Operation",
     "PosixStorage",
     "PowerLost",
+    "RandomFaults",
     "StorageFault",
     "StorageFaultKind",
 ]

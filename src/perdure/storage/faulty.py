@@ -83,6 +83,14 @@ class StorageFault:
     path_contains: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class RandomFaults:
+    """A fault at each operation with probability ``rate``, of one of the ``kinds`` that fit it."""
+
+    rate: float
+    kinds: tuple[StorageFaultKind, ...] = tuple(StorageFaultKind)
+
+
 class FaultyStorage:
     """A :class:`~perdure.core.storage_api.Storage` that strikes at planned or seeded operations.
 
@@ -92,8 +100,7 @@ class FaultyStorage:
         inner: The storage that does the work.
         plan: Faults at counted operations.
         seed: Seeds random faults, flipped bits and torn lengths.
-        rate: Probability of a random fault per operation.
-        kinds: Kinds that random faults are drawn from.
+        random: Faults at operations that the plan leaves alone.
         clock: Slept on by slow operations.
         slow_s: How long a slow operation takes.
     """
@@ -104,8 +111,7 @@ class FaultyStorage:
         *,
         plan: Sequence[StorageFault] = (),
         seed: int = 0,
-        rate: float = 0.0,
-        kinds: Sequence[StorageFaultKind] = tuple(StorageFaultKind),
+        random: RandomFaults | None = None,
         clock: Clock | None = None,
         slow_s: float = 5.0,
     ) -> None:
@@ -114,8 +120,7 @@ class FaultyStorage:
         self._plan = tuple(plan)
         self._hits = [0] * len(self._plan)
         self._rng = generator(seed, "storage_faults")
-        self._rate = rate
-        self._kinds = tuple(kinds)
+        self._random = RandomFaults(0.0) if random is None else random
         self._clock = ManualClock() if clock is None else clock
         self._slow_s = slow_s
         self._mutex = threading.Lock()
@@ -256,8 +261,8 @@ class FaultyStorage:
                     self._hits[index] += 1
                     if self._hits[index] == fault.hit:
                         due.append(fault.kind)
-            if not due and self._rate and self._rng.random() < self._rate:
-                able = [kind for kind in self._kinds if _STRIKES[kind] & touches]
+            if not due and self._rng.random() < self._random.rate:
+                able = [kind for kind in self._random.kinds if _STRIKES[kind] & touches]
                 due = [able[int(self._rng.integers(len(able)))]] if able else []
             if not due:
                 return None
