@@ -119,8 +119,8 @@ class IncarnationStarted:
 
     ``base_position`` is None when the whole log of ``parent`` is kept (the usual resume). When it
     is set, decisions (taken, step_done, redone, published, evicted, refilled, checkpointed,
-    evaluated, phase_step, update_failed) of the parent lineage that end beyond it are void, and the experience
-    they used becomes available again; a fresh start has ``parent`` 0.
+    evaluated, phase_step, update_failed) of the parent lineage that end beyond it are void, and
+    the experience they used becomes available again; a fresh start has ``parent`` 0.
     """
 
     type: ClassVar[RecordType] = RecordType.INCARNATION_STARTED
