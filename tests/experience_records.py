@@ -155,7 +155,7 @@ def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]
         "redone": dict(state.redone),
         "published": dict(state.published),
         "evaluated": dict(state.evaluated),
-        "checkpoints": list(state.checkpoints.items()),
+        "checkpoints": list(state.checkpoints),
         "phase_steps": dict(state.phase_steps),
         "failures": dict(state.update_failures),
     }

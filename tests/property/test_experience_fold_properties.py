@@ -36,7 +36,7 @@ def candidates(state: ExperienceState) -> list[ControlRecord]:
         found.append(UpdateFailed(update, IncarnationNumber(1), "raised"))
         poison = EvictionReason.POISON
         found += [make.evicted(GroupId(g), poison) for g in state.taken[update].groups]
-    found += [Collect((name,)) for name in list(state.checkpoints)[:1]]
+    found += [Collect((name,)) for name in [c.directory for c in state.checkpoints][:1]]
     return found
 
 
@@ -95,7 +95,7 @@ def test_appending_first_and_learning_the_place_later_comes_to_the_same(log: lis
 
 @given(histories())
 def test_every_checkpoint_can_be_gone_back_to(log: list[Placed]) -> None:
-    for record in fold(log).checkpoints.values():
+    for record in fold(log).checkpoints:
         state = fold(rewound(log, record.position))
         state.check()
         assert state.last_step == record.step

@@ -94,7 +94,7 @@ def test_what_the_log_says_is_found_under_its_names(state: ExperienceState) -> N
     assert state.evaluated[GlobalStep(1), "digest-1"] is evaluated
     assert state.phase_steps["warm", 10].final
     assert state.redone[GlobalStep(1), IncarnationNumber(2)] is done
-    assert list(state.checkpoints.values()) == [checkpoint]
+    assert list(state.checkpoints) == [checkpoint]
     assert state.incarnations == [started]
     assert state.closed[0].reason == "finished"
     assert (state.table.next_group, state.table.next_data_index) == (6, 6)
@@ -254,7 +254,7 @@ def test_collected_checkpoints_leave_and_retire_what_no_redo_needs(state: Experi
     apply_all(state, [make.checkpointed(5, make.at(0), phase="warm"), *two_steps()])
     apply_all(state, [make.checkpointed(step, make.at(64)) for step in (1, 2)])
     apply_all(state, [Collect(("warm-00000005-1",))])
-    assert [c.step for c in state.checkpoints.values()] == [1, 2]
+    assert [c.step for c in state.checkpoints] == [1, 2]
     assert set(state.table.retired) == {0, 1}
     assert state.table.state_of(GroupId(0)) is GroupState.TRAINED
     before = make.comparable(state)

@@ -1,0 +1,27 @@
+"""The experience log, and the state that is folded from it."""
+
+from perdure.experience.claims import RunInfo, create_run, read_run
+from perdure.experience.fold import ExperienceState
+from perdure.experience.lifecycle import GroupEvent, GroupState
+from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
+from perdure.experience.staleness import AgePolicy, Decision, decide
+from perdure.experience.store import ExperienceStore, OpenGroup
+from perdure.experience.writer import LogOptions
+
+__all__ = [
+    "AgePolicy",
+    "ClaimedRun",
+    "Decision",
+    "ExperienceState",
+    "ExperienceStore",
+    "GroupEvent",
+    "GroupState",
+    "LogOptions",
+    "OpenGroup",
+    "RunInfo",
+    "claim_experience",
+    "create_run",
+    "decide",
+    "read_experience",
+    "read_run",
+]

@@ -44,9 +44,7 @@ from perdure.core.records import (
 )
 from perdure.experience.groups import Group, GroupTable, group_of
 from perdure.experience.lifecycle import GroupState
-
-Placed = tuple[LogPosition, ControlRecord]
-"""A record and where it ends in the control log."""
+from perdure.experience.reader import Placed
 
 _GROUP_RECORDS = (
     Submitted,
@@ -65,7 +63,6 @@ class ExperienceState:
     Attributes:
         table: Prompt groups, their states, counts and indexes.
         taken: The batches of all local updates, in training order.
-        checkpoints: Committed and not collected, by directory, in log order.
         evaluated: By ``(global_step, digest)``.
         redone: By ``(global_step, incarnation that trained it again)``.
         phase_steps: By ``(phase, step)``.
@@ -80,7 +77,7 @@ class ExperienceState:
         self.redone: dict[tuple[GlobalStep, IncarnationNumber], Redone] = {}
         self.published: dict[PolicyVersion, Published] = {}
         self.evaluated: dict[tuple[GlobalStep, str], Evaluated] = {}
-        self.checkpoints: dict[str, Checkpointed] = {}
+        self._checkpoints: dict[str, Checkpointed] = {}
         self.phase_steps: dict[tuple[str, int], PhaseStep] = {}
         self.update_failures: dict[UpdateId, int] = {}
         self.incarnations: list[IncarnationStarted] = []
@@ -89,6 +86,7 @@ class ExperienceState:
         self.last_step = GlobalStep(0)
         """Highest global step that is done."""
         self._newest_published = PolicyVersion(0)
+        self._version_of: dict[str, PolicyVersion] = {}
         self._in_step: list[UpdateId] = []
         self._positions: dict[str, LogPosition | None] = {}
         self._unretired: list[UpdateId] = []
@@ -123,6 +121,27 @@ class ExperienceState:
     def counts(self) -> Mapping[GroupState, int]:
         """Groups in each state, retired ones included."""
         return self.table.counts
+
+    @property
+    def checkpoints(self) -> tuple[Checkpointed, ...]:
+        """Committed and not collected, in log order."""
+        return tuple(self._checkpoints.values())
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """Highest version that was published; 0 before the first."""
+        return self._newest_published
+
+    def version_of(self, digest: str) -> PolicyVersion | None:
+        """The version under which these weights were published."""
+        return self._version_of.get(digest)
+
+    def updates_of(self, step: GlobalStep) -> list[Taken]:
+        """Batches taken in a step, in order."""
+        found: list[Taken] = []
+        while (update := UpdateId(step, LocalUpdate(len(found)))) in self.taken:
+            found.append(self.taken[update])
+        return found
 
     @property
     def next_update(self) -> UpdateId:
@@ -274,6 +293,7 @@ class ExperienceState:
     def _published(self, record: Published) -> None:
         self.published[record.version] = record
         self._newest_published = max(self._newest_published, record.version)
+        self._version_of[record.digest] = record.version
 
     def _evaluated(self, record: Evaluated) -> None:
         self.evaluated[record.global_step, record.digest] = record
@@ -287,13 +307,13 @@ class ExperienceState:
         self.update_failures[record.update] = self.update_failures.get(record.update, 0) + 1
 
     def _checkpointed(self, record: Checkpointed) -> None:
-        self.checkpoints[record.directory] = record
+        self._checkpoints[record.directory] = record
 
     def _collect(self, record: Collect) -> None:
         for directory in record.directories:
-            self.checkpoints.pop(directory, None)
-        if self.checkpoints:
-            oldest = min(c.step if c.phase == "train" else 0 for c in self.checkpoints.values())
+            self._checkpoints.pop(directory, None)
+        if self._checkpoints:
+            oldest = min(c.step if c.phase == "train" else 0 for c in self.checkpoints)
             self._retire_trained(GlobalStep(oldest))
 
     def _retire_trained(self, upto: GlobalStep) -> None:

@@ -1,0 +1,314 @@
+"""The experience of a run that is being written: the fold in memory, the log on disk.
+
+Every method validates its transition against the fold at once, then appends to the log; what it
+returns resolves when the record is acknowledged. Repeating an append whose key is in the kept
+lineage changes nothing and gives the place of the first one, so a step that is trained again calls
+the same methods. The first failure of the log is final: every later call raises it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from perdure.core.errors import LifecycleError, TrainingError
+from perdure.core.ids import (
+    GlobalStep,
+    GroupId,
+    IncarnationNumber,
+    LogPosition,
+    PayloadRef,
+    SessionId,
+    UpdateId,
+)
+from perdure.core.records import (
+    Checkpointed,
+    Closed,
+    Collect,
+    ControlRecord,
+    Evicted,
+    EvictionReason,
+    GroupOutcome,
+    GroupSettled,
+    IncarnationStarted,
+    Partial,
+    Refilled,
+    SegmentOpened,
+    SessionDone,
+    Submitted,
+    Taken,
+)
+from perdure.core.storage_api import Storage
+from perdure.core.trajectories import RewardedGroup, Trajectory
+from perdure.experience.appender import Appender
+from perdure.experience.claims import Claim
+from perdure.experience.fold import ExperienceState
+from perdure.experience.lifecycle import OPEN, GroupState
+from perdure.experience.payloads import PayloadReader, trajectory_payload
+from perdure.experience.trajectory_cache import TrajectoryCache
+from perdure.experience.writer import LogWriter
+
+_NOT_PLACED = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
+_NOT_BY_HAND = (SegmentOpened, IncarnationStarted, Closed, SessionDone, Partial)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A group that is not terminal: its prompt, and the sessions still to be run.
+
+    With no session missing, all that is left is to settle it.
+    """
+
+    submitted: Submitted
+    missing: tuple[SessionId, ...]
+
+
+class ExperienceStore:
+    """The one writer of a run's experience, made by ``ClaimedRun.start``. Thread-safe.
+
+    Attributes:
+        state: The fold over everything appended, acknowledged or not. Read it from the thread that
+            appends.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        claim: Claim,
+        state: ExperienceState,
+        writer: LogWriter,
+        cache_bytes: int,
+    ) -> None:
+        self.state = state
+        self._claim = claim
+        self._writer = writer
+        self._reader = PayloadReader(storage)
+        self._cache = TrajectoryCache(cache_bytes)
+        self._appender = Appender(state, writer, durable=self._cache.allow_drop)
+        self._lock = self._appender.lock
+
+    @property
+    def incarnation(self) -> IncarnationNumber:
+        return self._claim.incarnation
+
+    @property
+    def parent(self) -> IncarnationNumber:
+        """The incarnation this one goes on from; 0 in a fresh run."""
+        return self._claim.parent
+
+    @property
+    def position(self) -> LogPosition:
+        """End of the last acknowledged control record: what a checkpoint staged now refers to."""
+        return self._writer.position
+
+    def submit(self, records: Sequence[Submitted]) -> Future[LogPosition]:
+        """Let prompt groups in, with the next group ids and data indexes in order."""
+        return self._appender.append(records)
+
+    def start_session(self, session: SessionId) -> None:
+        """Note that a session runs. Volatile: a restart finds its group pending.
+
+        Raises:
+            LifecycleError: The session is unknown or its group is terminal.
+        """
+        with self._lock:
+            self._appender.require_healthy()
+            self.state.table.progress(session)
+
+    def session_done(
+        self, trajectory: Trajectory, *, reward: float, parts: Mapping[str, float] | None = None
+    ) -> Future[LogPosition]:
+        """Log a session's tokens and its settled reward.
+
+        Args:
+            trajectory: Must not change afterwards.
+            reward: Finite.
+            parts: Named components of the reward.
+
+        Raises:
+            TrainingError: The reward is not finite.
+            LifecycleError: The session is unknown or its group is terminal.
+        """
+        if not math.isfinite(reward):
+            raise TrainingError(
+                f"the reward is {reward}",
+                where=f"session {trajectory.session.key()}",
+                rule="a reward is a finite number",
+                way_out="repair the reward function, or let the group fail",
+            )
+        trajectory.check()
+        record = SessionDone(
+            session=trajectory.session,
+            payload=_NOT_PLACED,
+            reward=float(reward),
+            stop_reason=trajectory.stop_reason,
+            tokens=int(trajectory.loss_mask_T.sum()),
+            first_version=trajectory.first_version,
+            last_version=trajectory.last_version,
+            parts={name: float(value) for name, value in (parts or {}).items()},
+        )
+        with self._lock:
+            future, new = self._appender.append_session(
+                record, lambda: trajectory_payload(trajectory)
+            )
+            if new:
+                self._cache.add(trajectory)
+            return future
+
+    def settle(
+        self, group: GroupId, outcome: GroupOutcome, reason: str = ""
+    ) -> Future[LogPosition]:
+        """Make a group terminal. It may finish only with all its sessions done."""
+        return self.append(GroupSettled(group, outcome, reason))
+
+    def take(
+        self,
+        update: UpdateId,
+        *,
+        groups: Sequence[GroupId],
+        config_digest: str,
+        reference_digest: str = "",
+        tokenizer_digest: str = "",
+    ) -> Future[LogPosition]:
+        """Log the batch of a local update; train it only when the future has resolved.
+
+        Raises:
+            LifecycleError: Not the next update, or not the oldest finished groups in order.
+        """
+        return self.append(
+            Taken(
+                update,
+                tuple(groups),
+                config_digest,
+                reference_digest=reference_digest,
+                tokenizer_digest=tokenizer_digest,
+            )
+        )
+
+    def evict(
+        self, evictions: Iterable[tuple[GroupId, EvictionReason]], *, global_step: GlobalStep
+    ) -> Future[LogPosition]:
+        """Let groups go without training them, in one batch; each is one prompt owed."""
+        return self.append_all([Evicted(group, why, global_step) for group, why in evictions])
+
+    def refill(self, records: Sequence[Submitted]) -> Future[LogPosition]:
+        """Submit groups that pay for the oldest evictions without a refill, one for one.
+
+        Raises:
+            LifecycleError: More prompts than are owed.
+        """
+        with self._lock:
+            owed = list(self.state.table.owed)
+            if len(records) > len(owed):
+                raise LifecycleError(
+                    f"{len(records)} prompts refill {len(owed)} evictions",
+                    rule="every eviction is refilled exactly once",
+                    way_out="submit the others as prompts of their step",
+                )
+            pairs: list[ControlRecord] = []
+            for record, replaces in zip(records, owed, strict=False):
+                pairs += [record, Refilled(record.group, replaces)]
+            return self.append_all(pairs)
+
+    def append(self, record: ControlRecord) -> Future[LogPosition]:
+        """Log a record that has no method of its own (step_done, redone, published, …)."""
+        return self.append_all([record])
+
+    def append_all(self, records: Sequence[ControlRecord]) -> Future[LogPosition]:
+        """Log records in one batch: after a crash all of them are there or none."""
+        for record in records:
+            assert not isinstance(record, _NOT_BY_HAND), f"{record.key()} is not made by hand"
+        return self._appender.append(records)
+
+    def commit(self, record: Checkpointed) -> Future[LogPosition]:
+        """Commit a checkpoint whose files are durable."""
+        return self.append(record)
+
+    def collect(self, record: Collect) -> Future[LogPosition]:
+        """Announce that checkpoints are going to be deleted."""
+        return self.append(record)
+
+    def committed(self) -> tuple[Checkpointed, ...]:
+        """Checkpoints of the kept lineage that are not collected, oldest first."""
+        with self._lock:
+            return self.state.checkpoints
+
+    def oldest_finished(self, count: int) -> list[GroupId]:
+        """Up to ``count`` groups to take next: finished ones, oldest submission first."""
+        with self._lock:
+            return list(self.state.table.finished[:count])
+
+    def open_groups(self) -> list[OpenGroup]:
+        """Groups that are not terminal, oldest first: what a restart dispatches again."""
+        with self._lock:
+            return [OpenGroup(g.submitted, g.missing) for g in self.state.table.open()]
+
+    def rewarded_group(self, group: GroupId) -> RewardedGroup:
+        """Trajectories and rewards of a finished group, in session order.
+
+        Arrays are those handed to :meth:`session_done` while they are at hand, and read-only views
+        of the mapped log otherwise; the bytes are the same.
+
+        Raises:
+            LifecycleError: The group has not finished, was evicted, or was trained so long ago that
+                no kept checkpoint needs it.
+            DamagedError: Its tokens cannot be read.
+        """
+        with self._lock:
+            self._appender.place_acknowledged()
+            live = self.state.groups.get(group)
+            if live is None or live.state in (*OPEN, GroupState.FAILED):
+                state = self.state.table.state_of(group)
+                raise LifecycleError(
+                    f"its trajectories were asked for while {state.value}",
+                    where=f"group {group}",
+                    rule="a finished group is read until no kept checkpoint needs it",
+                )
+            records = [live.done[index] for index in range(live.submitted.sessions)]
+            trajectories = tuple(self._trajectory(record) for record in records)
+            return RewardedGroup(group, trajectories, tuple(record.reward for record in records))
+
+    def release(self, groups: Iterable[GroupId]) -> None:
+        """Forget the trajectories of these groups in memory; the log keeps them."""
+        with self._lock:
+            self._appender.place_acknowledged()
+            for group in groups:
+                self._cache.drop_group(group)
+
+    def urge(self) -> Future[LogPosition]:
+        """Commit without lingering; resolves when everything appended so far is acknowledged."""
+        return self._appender.urge()
+
+    def flush(self, timeout_s: float) -> None:
+        """Return when everything appended so far is acknowledged.
+
+        Raises:
+            FencedError, StorageError: The log failed, or ``timeout_s`` have passed.
+        """
+        self._writer.flush(timeout_s)
+        self._appender.require_healthy()
+
+    def close(self, reason: str) -> None:
+        """Make everything durable, end the log in an orderly way and let the run go.
+
+        Raises:
+            FencedError, StorageError: The log had failed, or fails now. It is closed all the same.
+        """
+        try:
+            self._writer.close(reason)
+        finally:
+            self._claim.release()
+
+    def check(self) -> None:
+        """Assert the conservation law and every index, of the state and of the store."""
+        with self._lock:
+            self.state.check()
+            self._appender.check()
+            self._cache.check()
+
+    def _trajectory(self, record: SessionDone) -> Trajectory:
+        cached = self._cache.get(record.session)
+        return cached if cached is not None else self._reader.trajectory(record.payload)
