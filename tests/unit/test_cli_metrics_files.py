@@ -18,6 +18,7 @@ from perdure.runtime.metrics_files import (
     STEPS_PATH,
     TENSORBOARD_DIR,
     EventsFile,
+    LineFile,
     MetricsFiles,
     read_rows,
 )
@@ -138,6 +139,51 @@ def test_events_are_appended_over_incarnations(tmp_path: Path) -> None:
         "took_over": False,
     }
     assert json.loads(lines[2])["incarnation"] == 2
+
+
+def test_a_full_disk_stops_no_event_and_is_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = EventsFile(tmp_path, clock=ManualClock(5.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(LineFile, "append", _refuse)
+        events("warning", {"message": "lost"})
+        events("warning", {"message": "lost too"})
+    events("warning", {"message": "kept"})
+    events.close()
+    missing, kept = map(json.loads, (tmp_path / EVENTS_PATH).read_text().splitlines())
+    assert missing == {"wall_s": 5.0, "event": "events_missing", "count": 2}
+    assert kept["message"] == "kept"
+
+
+def _refuse(*_: object) -> None:
+    raise StorageError("cannot be written")
+
+
+def test_a_full_disk_refuses_a_line(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "x.jsonl")
+    file.close()
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        file._file = full
+        with pytest.raises(StorageError, match="No space left"):
+            file.append({"a": 1})
+
+
+def test_a_half_written_line_is_closed_before_the_next(tmp_path: Path) -> None:
+    file = LineFile(tmp_path / "x.jsonl")
+    real = file._file
+
+    class Halving:
+        def write(self, data: bytes) -> int:
+            return real.write(data[: len(data) // 2])
+
+    file._file = Halving()  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(StorageError, match="No space left"):
+        file.append({"a": "torn"})
+    file._file = real
+    file.append({"a": "whole"})
+    file.close()
+    assert (tmp_path / "x.jsonl").read_text().splitlines()[-1] == '{"a":"whole"}'
 
 
 def _board(run_dir: Path) -> dict[str, list[tuple[int, float]]]:

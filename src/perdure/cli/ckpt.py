@@ -13,7 +13,7 @@ from perdure.cli.runs import open_run
 from perdure.core.errors import DamagedError, NothingToResumeError
 
 if TYPE_CHECKING:
-    from perdure.checkpoint.verify import VerifyReport
+    from perdure.checkpoint import VerifyReport
     from perdure.core.records import Checkpointed
     from perdure.core.storage_api import Storage
 
@@ -125,11 +125,11 @@ def _committed(storage: Storage) -> list[Checkpointed]:
     from perdure.experience import read_experience
 
     state, _ = read_experience(storage)
-    return list(state.checkpoints)
+    return list(state.checkpoints.values())
 
 
 def _verify(storage: Storage, record: Checkpointed) -> VerifyReport:
-    from perdure.checkpoint.verify import verify
+    from perdure.checkpoint import verify
 
     return verify(storage, record.directory, manifest_digest=record.manifest_digest)
 

@@ -31,6 +31,7 @@ _SHOWN = frozenset(
         "checkpoint_committed",
         "checkpoint_skipped",
         "checkpoint_damaged",
+        "checkpoint_failed",
         "restored",
         "redo_started",
         "redone",
@@ -43,7 +44,9 @@ _SHOWN = frozenset(
 )
 """Events that people are told; all of them are in the run's ``events.jsonl``."""
 
-_ALARMING = frozenset({"log_damaged", "checkpoint_damaged", "checkpoint_skipped", "warning"})
+_ALARMING = frozenset(
+    {"log_damaged", "checkpoint_damaged", "checkpoint_failed", "checkpoint_skipped", "warning"}
+)
 
 
 class Display(Protocol):

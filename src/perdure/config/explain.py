@@ -8,6 +8,8 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from perdure.config.names import hint, nearest
 from perdure.config.section import Problem, Section
 
@@ -24,12 +26,13 @@ def problem_of(model_cls: type[Section], data: dict[str, Any], detail: dict[str,
     value = _shown(detail["input"])
     message = str(detail["msg"]).removeprefix("Value error, ").replace("Input should be ", "")
     if kind == "extra_forbidden":
-        return Problem(field, value, "unknown key", _key_hint(model_cls, path))
+        return Problem(field, value, "unknown key", _key_hint(model_cls, path, detail["input"]))
     if kind in ("literal_error", "enum"):
         choices = [part.strip("'") for part in message.replace(" or ", ", ").split(", ")]
         return Problem(field, value, f"must be {message}", hint(str(detail["input"]), choices))
     if kind == "value_error":
-        return Problem(field, value, message, f"set {field} to another value")
+        rule, _, way_out = message.partition("; ")
+        return Problem(field, value, rule, way_out or f"set {field} to another value")
     return Problem(field, value, f"must be {_lower(message)}", f"correct {field}")
 
 
@@ -51,21 +54,23 @@ def _path(data: Any, detail: dict[str, Any]) -> list[str]:
     return path
 
 
-def _key_hint(model_cls: type[Section], path: list[str]) -> str:
+def _key_hint(model_cls: type[Section], path: list[str], value: object) -> str:
     *parents, name = path
-    siblings = sorted({key for cls in _sections_at(model_cls, parents) for key in cls.model_fields})
-    close = nearest(name, siblings)
-    if close is not None:
+    fields = {k: v for cls in _sections_at(model_cls, parents) for k, v in cls.model_fields.items()}
+    sections = [key for key, info in fields.items() if _section_classes(info.annotation)]
+    # What holds settings of its own was meant to be a section.
+    close = (isinstance(value, dict) and nearest(name, sections)) or nearest(name, fields)
+    if close:
         return f"did you mean {'.'.join([*parents, close])!r}?"
     elsewhere = {dotted.split(".")[-1]: dotted for dotted in reversed(list(_dotted(model_cls)))}
     close = nearest(name, elsewhere)
     if close is not None:
         return f"did you mean {elsewhere[close]!r}?"
-    return f"use one of: {', '.join(siblings)}"
+    return f"use one of: {', '.join(sorted(fields))}"
 
 
-def _sections_at(model_cls: type[Section], parents: Sequence[str]) -> list[type[Section]]:
-    found: list[type[Section]] = [model_cls]
+def _sections_at(model_cls: type[BaseModel], parents: Sequence[str]) -> list[type[BaseModel]]:
+    found: list[type[BaseModel]] = [model_cls]
     for name in parents:
         infos = [cls.model_fields[name] for cls in found if name in cls.model_fields]
         if infos:
@@ -73,13 +78,13 @@ def _sections_at(model_cls: type[Section], parents: Sequence[str]) -> list[type[
     return found
 
 
-def _section_classes(annotation: Any) -> list[type[Section]]:
+def _section_classes(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation] if issubclass(annotation, Section) else []
+        return [annotation] if issubclass(annotation, BaseModel) else []
     return [cls for arg in typing.get_args(annotation) for cls in _section_classes(arg)]
 
 
-def _dotted(model_cls: type[Section], prefix: str = "") -> Iterator[str]:
+def _dotted(model_cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, info in model_cls.model_fields.items():
         yield f"{prefix}{name}"
         for section in _section_classes(info.annotation):

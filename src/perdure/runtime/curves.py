@@ -30,6 +30,8 @@ _TRAIN_PANELS = (
     _Panel("response length (tokens)", "response_length", "#7b5ea7"),
     _Panel("KL to the reference policy", "kl", "#b5651d"),
 )
+_UPDATE_KL_PANEL = _Panel("KL of one step's updates", "approx_kl", "#b5651d")
+"""Shown when there is no reference policy."""
 _HELD_OUT_PANEL = _Panel("held-out accuracy", "accuracy", "#2e8b57", marker="o")
 
 
@@ -56,6 +58,8 @@ def draw_curve(steps: Rows, evaluations: Rows, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2, sharex=True)
     reward, length, kl = _TRAIN_PANELS
+    if all(_value(row, kl.metric) is None for row in steps):
+        kl = _UPDATE_KL_PANEL
     for panel, rows, place in (
         (reward, steps, axes[0, 0]),
         (_HELD_OUT_PANEL, evaluations, axes[0, 1]),

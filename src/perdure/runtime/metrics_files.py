@@ -7,12 +7,15 @@ lost, and a file that an older incarnation still holds open is no longer the one
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from perdure.core.clock import Clock
 from perdure.core.errors import StorageError
@@ -105,14 +108,29 @@ class MetricsFiles:
 
 
 class EventsFile:
-    """``events.jsonl``: every event of every incarnation, appended. Is an ``EventSink``."""
+    """``events.jsonl``: every event of every incarnation, appended. Is an ``EventSink``.
+
+    Events tell of the work and are not the work: a disk that refuses them stops nothing here, and
+    the next line that it takes is preceded by how many are missing.
+    """
 
     def __init__(self, run_dir: Path, *, clock: Clock) -> None:
         self._file = LineFile(run_dir / EVENTS_PATH)
         self._clock = clock
+        self._lock = threading.Lock()
+        self._missing = 0
 
     def __call__(self, name: str, fields: dict[str, object]) -> None:
-        self._file.append({"wall_s": self._clock.wall_s(), "event": name, **fields})
+        """Append one event; thread-safe."""
+        stamp = {"wall_s": self._clock.wall_s()}
+        with self._lock:
+            try:
+                if self._missing:
+                    self._file.append({**stamp, "event": "events_missing", "count": self._missing})
+                    self._missing = 0
+                self._file.append({**stamp, "event": name, **fields})
+            except StorageError:
+                self._missing += 1
 
     def close(self) -> None:
         self._file.close()
@@ -124,24 +142,25 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            torn = path.exists() and not path.read_bytes().endswith(b"\n") and path.stat().st_size
-            self._file: IO[str] = path.open("a", encoding="utf-8")
-            if torn:
-                self._file.write("\n")
+            self._torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._refused(error) from error
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line and hand it to the operating system.
+        """Hand one line to the operating system, whole.
 
         Raises:
-            StorageError: The disk refuses.
+            StorageError: The disk refuses; part of the line may be in the file.
         """
+        line = ("\n" if self._torn else "").encode() + _line(row).encode()
         try:
-            self._file.write(_line(row))
-            self._file.flush()
+            written = self._file.write(line)
         except OSError as error:
             raise self._refused(error) from error
+        self._torn = written != len(line)
+        if self._torn:
+            raise self._refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def close(self) -> None:
         self._file.close()
