@@ -41,7 +41,6 @@ class Appender:
         self._writer = writer
         self._durable = durable
         self._unacknowledged: deque[_Append] = deque()
-        self._futures: dict[str, Future[LogPosition]] = {}
         self._error: BaseException | None = None
 
     def append(self, records: Sequence[ControlRecord]) -> Future[LogPosition]:
@@ -89,20 +88,12 @@ class Appender:
         with self.lock:
             while self._unacknowledged and self._unacknowledged[0].future.done():
                 append = self._unacknowledged.popleft()
-                for record in append.records:
-                    del self._futures[record.key()]
                 error = append.future.exception()
                 if error is not None:
                     self._error = self._error or error
                     continue
                 for record, entry in zip(append.records, append.entries, strict=True):
                     self._place(record, entry)
-
-    def check(self) -> None:
-        """Assert that what is being waited for is what was appended."""
-        with self.lock:
-            waiting = {r.key() for append in self._unacknowledged for r in append.records}
-            assert self._futures.keys() == waiting
 
     def _write(self, records: list[ControlRecord], entries: list[Entry]) -> Future[LogPosition]:
         try:
@@ -111,14 +102,14 @@ class Appender:
             self._error = error
             raise
         self._unacknowledged.append(_Append(records, entries, future))
-        self._futures.update((record.key(), future) for record in records)
         return future
 
     def _first(self, record: ControlRecord) -> Future[LogPosition]:
         """The future of the first append of this record."""
-        pending = self._futures.get(record.key())
-        if pending is not None:
-            return pending
+        key = record.key()
+        for append in self._unacknowledged:
+            if any(waiting.key() == key for waiting in append.records):
+                return append.future
         # A retired record has no place of its own any more; the end of the log covers it.
         position = self._state.position_of(record) or self._state.position
         assert position is not None

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+import numpy as np
+
 from perdure.core.errors import LifecycleError, TrainingError
 from perdure.core.ids import (
     GlobalStep,
@@ -145,7 +147,7 @@ class ExperienceStore:
             payload=_NOT_PLACED,
             reward=float(reward),
             stop_reason=trajectory.stop_reason,
-            tokens=int(trajectory.loss_mask_T.sum()),
+            tokens=int(np.count_nonzero(trajectory.loss_mask_T)),
             first_version=trajectory.first_version,
             last_version=trajectory.last_version,
             parts={name: float(value) for name, value in (parts or {}).items()},
@@ -306,7 +308,6 @@ class ExperienceStore:
         """Assert the conservation law and every index, of the state and of the store."""
         with self._lock:
             self.state.check()
-            self._appender.check()
             self._cache.check()
 
     def _trajectory(self, record: SessionDone) -> Trajectory:
