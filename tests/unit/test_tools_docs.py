@@ -1,0 +1,40 @@
+"""Links in the documentation lead somewhere, and the README knows every command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from perdure.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    local = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if f"({page})" not in index} == {"index.md"}
+
+
+def test_the_readme_names_every_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for name, command in typer.main.get_command(app).commands.items():
+        for inner in getattr(command, "commands", {None: None}):
+            full = f"`perdure {name} {inner}" if inner else f"`perdure {name} "
+            assert full in readme
+
+
+def test_make_demo_and_make_test_come_first() -> None:
+    code = [line for line in (ROOT / "README.md").read_text().splitlines() if line[:4] == "    "]
+    assert [line.split("#")[0].strip() for line in code[:2]] == ["make demo", "make test"]
