@@ -111,3 +111,9 @@ class TrainingError(PerdureError):
     """Training cannot go on (non-finite loss, a reward function that raises, a stuck wait)."""
 
     exit_code = 12
+
+
+class StoppedError(PerdureError):
+    """SIGTERM ended the run in an orderly way; 128 + 15."""
+
+    exit_code = 143

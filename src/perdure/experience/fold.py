@@ -80,6 +80,8 @@ class ExperienceState:
         self._checkpoints: dict[str, Checkpointed] = {}
         self.phase_steps: dict[tuple[str, int], PhaseStep] = {}
         self.update_failures: dict[UpdateId, int] = {}
+        self.collected: list[str] = []
+        """Checkpoint directories that may be deleted, in log order."""
         self.incarnations: list[IncarnationStarted] = []
         self.closed: list[Closed] = []
         self.position: LogPosition | None = None
@@ -310,6 +312,7 @@ class ExperienceState:
         self._checkpoints[record.directory] = record
 
     def _collect(self, record: Collect) -> None:
+        self.collected += record.directories
         for directory in record.directories:
             self._checkpoints.pop(directory, None)
         if self._checkpoints:

@@ -1,0 +1,1 @@
+"""Weight publication: live weights from the learner to the rollout engines."""

@@ -1,0 +1,80 @@
+"""The runtime contract: everything a trainer loop asks of the machines it runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from perdure.core.components import Checkpointable
+from perdure.core.ids import PolicyVersion, UpdateId
+from perdure.core.rollout_api import SamplingParams
+from perdure.core.trajectories import RewardedGroup, Trajectory
+from perdure.experience import OpenGroup
+from perdure.learner.api import LocalUpdateResult
+from perdure.tasks.api import Prompt
+
+
+class Runtime(Protocol):
+    """Rollout pool and learner group behind one face; ``local`` and cluster runtimes implement it.
+
+    Every call of one runtime comes from one event loop.
+    """
+
+    async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
+        """Run all missing sessions and settle the groups in the experience log."""
+        ...
+
+    async def answer(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingParams
+    ) -> list[Trajectory]:
+        """One trajectory per prompt, outside training (validation); nothing is logged."""
+        ...
+
+    async def sleep_rollout(self) -> None:
+        """Free the engines' weights and KV memory; no request may be live."""
+        ...
+
+    async def wake_rollout(self) -> None:
+        """Restore the engines' memory; weights follow with :meth:`publish`."""
+        ...
+
+    async def publish(self, version: PolicyVersion) -> str:
+        """Publish the learner's weights to all engines; returns the acknowledged digest."""
+        ...
+
+    async def supervised_step(
+        self, step: int, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> dict[str, float]:
+        """One optimizer step of the supervised warm start on ``(prompt_ids, response_ids)``."""
+        ...
+
+    async def begin_training(self) -> None:
+        """End the warm start: fresh optimizer, frozen reference policy."""
+        ...
+
+    async def local_update(
+        self, update: UpdateId, groups: Sequence[RewardedGroup]
+    ) -> LocalUpdateResult:
+        """Old and reference log-probabilities, values, advantages, critic and actor update."""
+        ...
+
+    async def state_digest(self) -> str:
+        """Digest of the learner's whole state (weights, optimizer, schedule, counters)."""
+        ...
+
+    async def policy_digest(self) -> str:
+        """Digest of the policy weights alone."""
+        ...
+
+    async def reference_digest(self) -> str:
+        """Digest of the reference policy; empty without one."""
+        ...
+
+    @property
+    def optimizer_step(self) -> int: ...
+
+    def components(self) -> Mapping[str, Checkpointable]:
+        """What a checkpoint stores of the learner, by name, in restore order."""
+        ...
+
+    async def close(self) -> None: ...

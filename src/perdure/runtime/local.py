@@ -1,0 +1,105 @@
+"""The ``local`` runtime: one process, the embedded engine and a learner of one rank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from perdure.core.components import Checkpointable
+from perdure.core.ids import GroupId, PolicyVersion, SessionId, UpdateId
+from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
+from perdure.core.trajectories import RewardedGroup, Trajectory
+from perdure.experience import OpenGroup
+from perdure.learner.api import Learner, LocalUpdateResult
+from perdure.publish.in_process import InProcessPublisher
+from perdure.runtime.sessions import SessionRunner, trajectory_from_chunks
+from perdure.tasks.api import Prompt
+
+
+class LocalRuntime:
+    """Rollout engine and learner share this process and its devices."""
+
+    def __init__(
+        self, *, engine: RolloutEngine, learner: Learner, sessions: SessionRunner, seed: int
+    ) -> None:
+        self._engine = engine
+        self._learner = learner
+        self._sessions = sessions
+        self._publisher = InProcessPublisher([engine])
+        self._seed = seed
+        self._asleep = False
+
+    async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
+        await self._sessions.run_groups(groups)
+
+    async def answer(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingParams
+    ) -> list[Trajectory]:
+        return list(
+            await asyncio.gather(
+                *(self._answer_one(i, prompt, sampling) for i, prompt in enumerate(prompts))
+            )
+        )
+
+    async def _answer_one(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Trajectory:
+        request = GenerationRequest(
+            request_id=f"validation/{index}",
+            prompt_ids=prompt.prompt_ids,
+            sampling=sampling,
+            random_key=(self._seed, -1, index),
+        )
+        chunks = [chunk async for chunk in self._engine.generate(request)]
+        session = SessionId(GroupId(index), 0)
+        return trajectory_from_chunks(session, prompt_ids=prompt.prompt_ids, chunks=chunks)
+
+    async def sleep_rollout(self) -> None:
+        if not self._asleep:
+            await self._engine.sleep()
+            self._asleep = True
+
+    async def wake_rollout(self) -> None:
+        if self._asleep:
+            await self._engine.wake()
+            self._asleep = False
+
+    async def publish(self, version: PolicyVersion) -> str:
+        digest = self._learner.policy_digest()
+        weights = self._learner.policy_weights()
+        await self._publisher.publish(version, weights=weights, digest=digest)
+        return digest
+
+    async def supervised_step(
+        self, step: int, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    ) -> dict[str, float]:
+        metrics = self._learner.supervised_step(step, examples)
+        await asyncio.sleep(0)
+        return metrics
+
+    async def begin_training(self) -> None:
+        self._learner.begin_training()
+
+    async def local_update(
+        self, update: UpdateId, groups: Sequence[RewardedGroup]
+    ) -> LocalUpdateResult:
+        result = self._learner.local_update(update, groups)
+        await asyncio.sleep(0)
+        return result
+
+    async def state_digest(self) -> str:
+        return self._learner.state_digest()
+
+    async def policy_digest(self) -> str:
+        return self._learner.policy_digest()
+
+    async def reference_digest(self) -> str:
+        return self._learner.reference_digest()
+
+    @property
+    def optimizer_step(self) -> int:
+        return self._learner.optimizer_step
+
+    def components(self) -> Mapping[str, Checkpointable]:
+        return self._learner.components()
+
+    async def close(self) -> None:
+        await self._engine.close()

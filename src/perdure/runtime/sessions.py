@@ -1,0 +1,142 @@
+"""Runs the sessions of prompt groups: engine tokens in, rewarded durable trajectories out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from perdure.core.errors import TrainingError
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.ids import LogPosition, PolicyVersion, SessionId
+from perdure.core.records import GroupOutcome, StopReason, Submitted
+from perdure.core.rollout_api import (
+    GenerationChunk,
+    GenerationRequest,
+    RolloutEngine,
+    SamplingParams,
+)
+from perdure.core.trajectories import Segment, Trajectory
+from perdure.experience import ExperienceStore, OpenGroup
+from perdure.tasks.api import Prompt, Task
+
+
+class SessionRunner:
+    """Single-turn agent loop: one prompt, one answer, one verdict.
+
+    A session that fails makes its group fail with a reason; it never becomes a zero reward.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        store: ExperienceStore,
+        task: Task,
+        sampling: SamplingParams,
+        seed: int,
+        faults: FaultHook,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._task = task
+        self._sampling = sampling
+        self._seed = seed
+        self._faults = faults
+
+    async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
+        """Run every missing session and settle the groups.
+
+        Consumes engine slots; produces session_done and group_settled records, which may still be
+        on their way to the disk on return (``store.flush`` waits for them). Cancellation leaves the
+        finished sessions in the log and the others missing.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups:
+                tasks.create_task(self._run_group(group))
+
+    async def _run_group(self, group: OpenGroup) -> None:
+        sessions = [self._run_session(group.submitted, session) for session in group.missing]
+        errors = [e for e in await asyncio.gather(*sessions) if e is not None]
+        outcome = GroupOutcome.FAILED if errors else GroupOutcome.FINISHED
+        reason = "; ".join(errors)[:500]
+        watch_append(self._store.settle(group.submitted.group, outcome, reason))
+
+    async def _run_session(self, submitted: Submitted, session: SessionId) -> str | None:
+        """Run one session; returns the reason when it failed."""
+        self._store.start_session(session)
+        trajectory = await self._generate(submitted, session)
+        try:
+            verdict = self._task.verify(prompt_of(submitted), trajectory.response_ids_T.tolist())
+        except Exception as error:  # noqa: BLE001 - a verifier is user code; the reason is kept
+            return f"{session.key()}: verifier raised {type(error).__name__}: {error}"
+        if not np.isfinite(verdict.reward):
+            return f"{session.key()}: verifier returned reward {verdict.reward}"
+        future = self._store.session_done(trajectory, reward=verdict.reward, parts=verdict.parts)
+        watch_append(future)
+        self._faults.reach(FaultPoint.SESSION_FINISHED)
+        return None
+
+    async def _generate(self, submitted: Submitted, session: SessionId) -> Trajectory:
+        request = GenerationRequest(
+            request_id=session.key(),
+            prompt_ids=submitted.prompt_ids,
+            sampling=self._sampling,
+            random_key=(self._seed, session.group, session.index),
+        )
+        chunks = [chunk async for chunk in self._engine.generate(request)]
+        return trajectory_from_chunks(session, prompt_ids=submitted.prompt_ids, chunks=chunks)
+
+
+def prompt_of(submitted: Submitted) -> Prompt:
+    """The prompt as the log has it; the data set is not needed again."""
+    return Prompt(
+        prompt_ids=submitted.prompt_ids,
+        task=submitted.task,
+        answer=submitted.answer,
+        data_index=submitted.data_index,
+    )
+
+
+def trajectory_from_chunks(
+    session: SessionId, *, prompt_ids: Sequence[int], chunks: Sequence[GenerationChunk]
+) -> Trajectory:
+    """Join the chunks of one finished generation; neighbours of one version share a segment.
+
+    Raises:
+        TrainingError: The stream ended without a stop reason or was aborted.
+    """
+    stop_reason = chunks[-1].stop_reason if chunks else None
+    if stop_reason is None or stop_reason is StopReason.ABORTED:
+        raise TrainingError(f"generation ended with {stop_reason}", where=session.key())
+    response_ids = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32)
+    trajectory = Trajectory(
+        session=session,
+        prompt_ids_P=np.asarray(prompt_ids, dtype=np.int32),
+        response_ids_T=response_ids,
+        logprobs_T=np.concatenate([chunk.logprobs for chunk in chunks]).astype(np.float32),
+        loss_mask_T=np.ones(len(response_ids), dtype=np.uint8),
+        segments=_segments(chunks),
+        stop_reason=stop_reason,
+    )
+    trajectory.check()
+    return trajectory
+
+
+def watch_append(future: Future[LogPosition]) -> None:
+    """Nobody waits for this append alone: a failure poisons the store and surfaces at its flush."""
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _segments(chunks: Sequence[GenerationChunk]) -> tuple[Segment, ...]:
+    segments: list[Segment] = []
+    end = 0
+    for chunk in chunks:
+        start, end = end, end + len(chunk.token_ids)
+        if segments and segments[-1].version == chunk.version:
+            segments[-1] = Segment(chunk.version, segments[-1].start, end)
+        elif end > start:
+            segments.append(Segment(PolicyVersion(chunk.version), start, end))
+    return tuple(segments)

@@ -1,0 +1,104 @@
+"""Builds the parts of one incarnation from its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from perdure.checkpoint import Registry
+from perdure.checkpoint.registry import Kind
+from perdure.checkpoint.torch_components import RngComponent
+from perdure.core.faults import FaultHook
+from perdure.core.rollout_api import SamplingParams
+from perdure.experience import ExperienceStore
+from perdure.learner import LearnerSetup, LocalLearner
+from perdure.models import Transformer, init_weights
+from perdure.rollout import EmbeddedEngine, EngineOptions
+from perdure.runtime.local import LocalRuntime
+from perdure.runtime.sessions import SessionRunner
+from perdure.tasks.api import Task
+from perdure.trainers.config import RunConfig
+from perdure.trainers.progress import Progress
+
+LEARNER_KINDS: dict[str, Kind] = {
+    "policy": "model",
+    "value": "model",
+    "reference": "model",
+    "optimizer": "optimizer",
+    "value_optimizer": "optimizer",
+    "scheduler": "scheduler",
+    "counters": "counters",
+}
+"""Kind of each component of the learner: its folder in a checkpoint and its turn in a restore."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machinery:
+    """Learner and engine of a run, with fresh weights."""
+
+    learner: LocalLearner
+    engine: EmbeddedEngine
+
+
+def build_machinery(config: RunConfig, task: Task) -> Machinery:
+    """Model, learner and engine. Initial weights depend on the seed alone."""
+    longest = task.max_prompt_tokens + config.rollout.max_new_tokens
+    shape = config.model.model_config_for(
+        vocab_size=task.tokenizer.vocab_size, max_positions=longest
+    )
+    model = Transformer(shape)
+    init_weights(model, config.seed)
+    trainer = config.trainer
+    setup = LearnerSetup(
+        seed=config.seed,
+        total_local_updates=trainer.total_steps * trainer.local_updates_per_step,
+        temperature=config.rollout.temperature,
+        deterministic=config.deterministic,
+    )
+    learner = LocalLearner(model, config=config.learner, setup=setup)
+    options = EngineOptions(
+        slots=config.rollout.slots, max_tokens=longest, deterministic=config.deterministic
+    )
+    return Machinery(learner, EmbeddedEngine(shape, options))
+
+
+def register_components(machinery: Machinery, progress: Progress) -> Registry:
+    """Everything a checkpoint of a run stores."""
+    registry = Registry(required=("policy", "optimizer", "progress"))
+    for name, component in machinery.learner.components().items():
+        registry.register(name, component, kind=LEARNER_KINDS[name])
+    registry.register("progress", progress, kind="counters")
+    registry.register("rng", RngComponent(), kind="rng")
+    return registry
+
+
+def build_runtime(
+    config: RunConfig,
+    task: Task,
+    *,
+    machinery: Machinery,
+    store: ExperienceStore,
+    faults: FaultHook,
+) -> LocalRuntime:
+    """The local runtime over a started store."""
+    rollout = config.rollout
+    sampling = SamplingParams(
+        temperature=rollout.temperature,
+        top_k=rollout.top_k,
+        top_p=rollout.top_p,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=(task.tokenizer.eos_id,),
+    )
+    sessions = SessionRunner(
+        machinery.engine,
+        store=store,
+        task=task,
+        sampling=sampling,
+        seed=config.seed,
+        faults=faults,
+    )
+    return LocalRuntime(
+        engine=machinery.engine,
+        learner=machinery.learner,
+        sessions=sessions,
+        seed=config.seed,
+    )

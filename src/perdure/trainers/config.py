@@ -1,0 +1,154 @@
+"""The configuration of a run: sections composed from what they set, and the rules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from perdure.config import OPERATIONAL, Problem, Section
+from perdure.learner.config import LearnerConfig
+from perdure.models import ModelConfig
+from perdure.tasks.config import TaskConfig
+
+
+class ModelShape(Section):
+    """Shape of the transformer; vocabulary and longest sequence follow from task and rollout."""
+
+    hidden_size: Annotated[int, Field(ge=8, multiple_of=2)] = 96
+    layers: Annotated[int, Field(ge=1)] = 4
+    heads: Annotated[int, Field(ge=1)] = 4
+    kv_heads: Annotated[int, Field(ge=1)] = 4
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 24
+    intermediate_size: Annotated[int, Field(ge=8)] = 256
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    tie_embeddings: bool = True
+    qk_norm: bool = False
+
+    def model_config_for(self, *, vocab_size: int, max_positions: int) -> ModelConfig:
+        """The full model configuration."""
+        return ModelConfig(
+            vocab_size=vocab_size, max_positions=max_positions, **self.model_dump(mode="python")
+        )
+
+    def problems(self) -> Iterable[Problem]:
+        if self.heads % self.kv_heads:
+            yield Problem(
+                "kv_heads",
+                str(self.kv_heads),
+                f"must divide heads ({self.heads})",
+                f"set kv_heads={self.heads}",
+                reads=("heads",),
+            )
+
+
+class RolloutConfig(Section):
+    """How answers are generated."""
+
+    sessions_per_group: Annotated[int, Field(ge=1)] = 8
+    """Sessions (answers) per prompt."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 16
+    """Token budget of an answer, stop token included."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    slots: Annotated[int, Field(ge=1)] = 128
+    """Requests the embedded engine decodes at once."""
+
+
+class TrainerConfig(Section):
+    """The controller's loop."""
+
+    total_steps: Annotated[int, Field(ge=1)] = 100
+    """Global steps of the whole run."""
+    train_batch_size: Annotated[int, Field(ge=1)] = 64
+    """Prompt groups per global step."""
+    local_updates_per_step: Annotated[int, Field(ge=1)] = 1
+    """Local updates per global step (K); one publication at the end."""
+    warm_start_log_every: Annotated[int, Field(ge=1), OPERATIONAL] = 50
+    """Warm-start steps between two log records."""
+
+    def problems(self) -> Iterable[Problem]:
+        if self.train_batch_size % self.local_updates_per_step:
+            yield Problem(
+                "train_batch_size",
+                str(self.train_batch_size),
+                f"must be a multiple of local_updates_per_step ({self.local_updates_per_step})",
+                f"set train_batch_size={_next_multiple(self)}",
+                reads=("local_updates_per_step",),
+            )
+
+
+class ValidationConfig(Section):
+    """Greedy validation on held-out prompts, before training, every N steps and at the end."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 20
+    """0 validates only before training and at the end."""
+    prompts: Annotated[int, Field(ge=0)] = 512
+    """0 turns validation off."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are staged (whichever comes first) and how many are kept."""
+
+    every_steps: Annotated[int, Field(ge=1)] = 20
+    every_s: Annotated[float, Field(gt=0)] = 600.0
+    warm_start_every_steps: Annotated[int, Field(ge=1)] = 100
+    keep: Annotated[int, Field(ge=1)] = 2
+
+
+class LogConfig(Section):
+    """How the experience log is written."""
+
+    segment_bytes: Annotated[int, Field(ge=4096)] = 64 * 2**20
+    """A segment of this size is closed and never changes again."""
+    linger_s: Annotated[float, Field(ge=0, le=10)] = 0.02
+    """How long a group commit waits for more records when nobody waits for it."""
+
+
+class RunConfig(Section):
+    """One run. ``perdure config show RECIPE`` prints it resolved."""
+
+    seed: Annotated[int, Field(ge=0)] = 1
+    mode: Literal["sync"] = "sync"
+    """Trainer mode."""
+    runtime: Literal["local"] = "local"
+    deterministic: bool = False
+    """Bit-identical results and redo; refuses to go on when a redone step differs."""
+    threads: Annotated[int, Field(ge=1)] = 1
+    """CPU threads of the process. Part of the arithmetic: one and two threads differ."""
+    task: TaskConfig
+    model: ModelShape = ModelShape()
+    learner: LearnerConfig = LearnerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: Annotated[CheckpointConfig, OPERATIONAL] = CheckpointConfig()
+    log: Annotated[LogConfig, OPERATIONAL] = LogConfig()
+
+    def problems(self) -> Iterable[Problem]:
+        groups = self.trainer.train_batch_size // self.trainer.local_updates_per_step
+        trajectories = groups * self.rollout.sessions_per_group
+        if trajectories % self.learner.mini_batches:
+            yield Problem(
+                "learner.mini_batches",
+                str(self.learner.mini_batches),
+                f"must divide the {trajectories} trajectories of a local update"
+                " (train_batch_size / local_updates_per_step * sessions_per_group)",
+                "set learner.mini_batches=1 or change trainer.train_batch_size",
+                reads=("trainer", "rollout.sessions_per_group"),
+            )
+        if self.learner.algorithm == "grpo" and self.rollout.sessions_per_group < 2:
+            yield Problem(
+                "rollout.sessions_per_group",
+                str(self.rollout.sessions_per_group),
+                "GRPO compares the sessions of a group, so it needs at least 2",
+                "set rollout.sessions_per_group=8 or learner.algorithm=ppo",
+                reads=("learner.algorithm",),
+            )
+
+
+def _next_multiple(trainer: TrainerConfig) -> int:
+    k = trainer.local_updates_per_step
+    return -(-trainer.train_batch_size // k) * k

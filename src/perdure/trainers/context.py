@@ -1,0 +1,78 @@
+"""What every trainer loop and step function works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from perdure.checkpoint import CheckpointEngine
+from perdure.core.clock import Clock
+from perdure.core.events import EventSink
+from perdure.core.faults import FaultHook
+from perdure.core.ids import UpdateId
+from perdure.core.trajectories import RewardedGroup
+from perdure.experience import ExperienceStore, RunInfo
+from perdure.learner.api import LocalUpdateResult
+from perdure.runtime.api import Runtime
+from perdure.runtime.metrics_files import MetricsFiles
+from perdure.tasks.api import Prompt, Task
+from perdure.trainers.config import RunConfig
+from perdure.trainers.progress import Progress
+
+
+@dataclass(slots=True)
+class TrainContext:
+    """One incarnation of a run. The mode loop is the only writer of ``progress``."""
+
+    config: RunConfig
+    config_digest: str
+    run: RunInfo
+    task: Task
+    store: ExperienceStore
+    runtime: Runtime
+    checkpoints: CheckpointEngine
+    metrics: MetricsFiles
+    clock: Clock
+    faults: FaultHook
+    events: EventSink
+    progress: Progress
+    held_out: list[Prompt]
+    distrusted: frozenset[str]
+    """Checkpoint directories that failed verification in this incarnation."""
+    last_checkpoint_s: float
+    """Monotonic time of the last staging (of the start, before the first)."""
+    step_groups: list[RewardedGroup] = field(default_factory=list[RewardedGroup])
+    """Groups trained so far in the step in progress."""
+    step_updates: list[LocalUpdateResult] = field(default_factory=list[LocalUpdateResult])
+    timings_s: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def groups_per_update(self) -> int:
+        trainer = self.config.trainer
+        return trainer.train_batch_size // trainer.local_updates_per_step
+
+    def taken_beyond(self, step: int) -> list[UpdateId]:
+        """Updates of later steps whose batch is logged, in training order."""
+        newest_first: list[UpdateId] = []
+        for update in reversed(self.store.state.taken):
+            if update.global_step <= step:
+                break
+            newest_first.append(update)
+        return newest_first[::-1]
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the body's wall-clock seconds to ``timings_s[name]`` of the step in progress."""
+        started_s = self.clock.monotonic_s()
+        try:
+            yield
+        finally:
+            seconds = self.clock.monotonic_s() - started_s
+            self.timings_s[name] = self.timings_s.get(name, 0.0) + seconds
+
+    def begin_step(self) -> None:
+        """Forget what belongs to the step that ended."""
+        self.step_groups.clear()
+        self.step_updates.clear()
+        self.timings_s.clear()

@@ -1,0 +1,199 @@
+"""Starting and resuming runs: from a configuration or a run directory to a finished training."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+from perdure.config import config_digest, load_config, render_yaml
+from perdure.core.clock import Clock, SystemClock
+from perdure.core.errors import (
+    ConfigError,
+    DamagedError,
+    NothingToResumeError,
+    RunBusyError,
+    StoppedError,
+)
+from perdure.core.events import EventSink, ignore_events
+from perdure.core.faults import FaultHook, NoFaults
+from perdure.core.storage_api import Storage
+from perdure.experience import RunInfo, create_run, read_run
+from perdure.storage import PosixStorage
+from perdure.tasks.api import Task, require_same_data
+from perdure.tasks.config import make_task
+from perdure.trainers import sync
+from perdure.trainers.config import RunConfig
+from perdure.trainers.context import TrainContext
+from perdure.trainers.environment import fix_arithmetic, machine_description
+from perdure.trainers.recovery import Launch, incarnation
+
+CONFIG_FILE = "config.yaml"
+CREATE_LOCK = "create.lock"
+MODES: dict[str, Callable[[TrainContext], Awaitable[None]]] = {"sync": sync.run}
+"""Trainer mode → its loop."""
+
+
+def train(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    display: EventSink = ignore_events,
+    faults: FaultHook | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Create a run in ``run_dir`` and train it to the end.
+
+    Raises:
+        ConfigError: There is a run already, or the configuration does not fit the task.
+        RunBusyError: Another process is creating the run at this moment.
+        StorageError: The directory cannot be written.
+        StoppedError: SIGTERM came; ``resume`` goes on.
+    """
+    task = make_task(config.task, config.seed)
+    _check_fit(config, task)
+    hook = faults or NoFaults()
+    storage = PosixStorage(run_dir, faults=hook)
+    storage.make_dirs("")
+    clock = clock or SystemClock()
+    _create(storage, run_dir, config=config, task=task, clock=clock)
+    _execute(
+        Launch(run_dir, config, task, storage, clock, hook, display),
+    )
+
+
+def resume(
+    run_dir: Path,
+    *,
+    take_over: bool = False,
+    redo: bool = True,
+    display: EventSink = ignore_events,
+    faults: FaultHook | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Go on with the run in ``run_dir`` as if nothing had happened.
+
+    Raises:
+        NothingToResumeError: There is no run.
+        ConfigError: ``config.yaml`` or the data were changed.
+        RunBusyError: A live process holds the run and ``take_over`` is not set.
+        DamagedError: Durable bytes are wrong and there is nothing valid to go on from.
+        RedoDivergedError: Deterministic mode and a redone step differs from its record.
+        StoppedError: SIGTERM came; ``resume`` goes on.
+    """
+    if not (run_dir / "run.json").exists():
+        raise NothingToResumeError(
+            "no run here",
+            where=str(run_dir),
+            rule="a run directory holds run.json",
+            way_out="start one with `perdure train RECIPE --run DIR`",
+        )
+    hook = faults or NoFaults()
+    storage = PosixStorage(run_dir, faults=hook)
+    info = read_run(storage)
+    config = _recorded_config(run_dir, info)
+    task = make_task(config.task, config.seed)
+    require_same_data(task, info.dataset_digest)
+    clock = clock or SystemClock()
+    _execute(
+        Launch(run_dir, config, task, storage, clock, hook, display, take_over, redo),
+    )
+
+
+def _execute(launch: Launch) -> None:
+    fix_arithmetic(launch.config)
+    asyncio.run(_until_stopped(launch))
+
+
+async def _until_stopped(launch: Launch) -> None:
+    """One incarnation. SIGTERM cancels it at the next await; the log is closed and redo does the rest."""
+    stopped = False
+    task = asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    # Only the main thread of the main interpreter may install handlers.
+    with suppress(ValueError, RuntimeError):
+        loop.add_signal_handler(signal.SIGTERM, stop)
+    try:
+        async with incarnation(launch) as ctx:
+            await MODES[launch.config.mode](ctx)
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        raise StoppedError(
+            "stopped by SIGTERM; nothing is lost",
+            where=str(launch.run_dir),
+            way_out=f"go on with `perdure resume {launch.run_dir}`",
+        ) from None
+
+
+def _create(
+    storage: Storage, run_dir: Path, *, config: RunConfig, task: Task, clock: Clock
+) -> None:
+    lock = storage.lock(CREATE_LOCK)
+    if lock is None:
+        raise RunBusyError(
+            "another process is creating a run here",
+            where=str(run_dir),
+            way_out="choose another directory with --run DIR",
+        )
+    try:
+        if storage.exists("run.json"):
+            raise ConfigError(
+                "there is a run here already",
+                where=str(run_dir),
+                rule="a run is never started over an existing one",
+                way_out=f"go on with `perdure resume {run_dir}`, or choose another --run DIR",
+            )
+        # run.json commits the creation, so what it needs comes first.
+        storage.write_atomic(CONFIG_FILE, render_yaml(config).encode())
+        info = RunInfo(
+            run_id=uuid.uuid4().hex,
+            created_wall_s=clock.wall_s(),
+            versions=machine_description(),
+            config_digest=config_digest(config),
+            dataset_digest=task.dataset_digest,
+        )
+        create_run(storage, info)
+    finally:
+        lock.release()
+
+
+def _recorded_config(run_dir: Path, info: RunInfo) -> RunConfig:
+    path = run_dir / CONFIG_FILE
+    if not path.exists():
+        raise DamagedError(
+            "is missing",
+            where=str(path),
+            rule="a run is resumed with the configuration it was started with",
+            way_out="restore the file from a copy",
+        )
+    config = load_config(RunConfig, path)
+    if config_digest(config) != info.config_digest:
+        raise ConfigError(
+            "was changed since the run was started",
+            where=str(path),
+            rule="a run goes on with the configuration it was started with",
+            way_out="restore the file, or start a new run with the new settings",
+        )
+    return config
+
+
+def _check_fit(config: RunConfig, task: Task) -> None:
+    """Rules that need the task's data."""
+    if config.rollout.max_new_tokens < task.max_answer_tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}",
+            where=f"task {task.name}",
+            rule=f"right answers need up to {task.max_answer_tokens} tokens",
+            way_out=f"set rollout.max_new_tokens={task.max_answer_tokens}",
+        )

@@ -1,0 +1,266 @@
+"""One incarnation of a run, from the claim to the close: the order of recovery (spec H2).
+
+Claim (fences) → verify and choose → restore model, optimizer, schedule, counters, generators → sanity
+check → announce the incarnation in the log → warm start → redo → publish → mode loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.checkpoint import CheckpointEngine, CheckpointOptions, Choice
+from perdure.config import config_digest
+from perdure.core.clock import Clock
+from perdure.core.errors import DamagedError
+from perdure.core.events import EventSink
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.ids import GlobalStep, GroupId
+from perdure.core.records import EvictionReason
+from perdure.core.storage_api import Storage
+from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
+from perdure.runtime.ledger import LogLedger
+from perdure.runtime.metrics_files import EventsFile, MetricsFiles
+from perdure.tasks.api import Task
+from perdure.trainers.acknowledge import acknowledged
+from perdure.trainers.assembly import (
+    Machinery,
+    build_machinery,
+    build_runtime,
+    register_components,
+)
+from perdure.trainers.config import RunConfig
+from perdure.trainers.context import TrainContext
+from perdure.trainers.progress import Progress
+from perdure.trainers.redo import redo
+from perdure.trainers.sanity import check_restored
+from perdure.trainers.saving import stage_checkpoint_if_due
+from perdure.trainers.steps import complete_step
+from perdure.trainers.warm_start import warm_start
+
+POISON_FAILURES = 2
+"""A batch whose training raised this often is set aside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What an incarnation is started with.
+
+    Attributes:
+        take_over: Fence off a live process that holds the run.
+        redo: Train the batches logged after the checkpoint again; without it they are void.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    task: Task
+    storage: Storage
+    clock: Clock
+    faults: FaultHook
+    events: EventSink
+    take_over: bool = False
+    redo: bool = True
+
+
+@asynccontextmanager
+async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
+    """Bring a run to its frontier, hand it to a mode loop, and close everything afterwards.
+
+    Raises:
+        RunBusyError: A live process holds the run.
+        DamagedError: Durable bytes are wrong and nothing valid is left to go on from.
+        RedoDivergedError: Deterministic mode and a redone step differs from its record.
+    """
+    async with AsyncExitStack() as stack:
+        file = EventsFile(launch.run_dir, clock=launch.clock)
+        stack.callback(file.close)
+
+        def events(name: str, fields: dict[str, object]) -> None:
+            file(name, fields)
+            launch.events(name, fields)
+
+        claimed = claim_experience(
+            launch.storage,
+            clock=launch.clock,
+            faults=launch.faults,
+            events=events,
+            take_over=launch.take_over,
+            options=LogOptions(**launch.config.log.model_dump()),
+        )
+        stack.callback(claimed.release)
+        machinery = build_machinery(launch.config, launch.task)
+        stack.push_async_callback(machinery.engine.close)
+        ctx = _open(launch, claimed, machinery=machinery, events=events, stack=stack)
+        _announce_start(ctx, launch)
+        await _advance(ctx)
+        yield ctx
+        _finish(ctx, launch)
+
+
+def _open(
+    launch: Launch,
+    claimed: ClaimedRun,
+    *,
+    machinery: Machinery,
+    events: EventSink,
+    stack: AsyncExitStack,
+) -> TrainContext:
+    """Restore, announce the incarnation in the log, and put the context together."""
+    progress = Progress()
+    ledger = LogLedger(claimed.state.checkpoints)
+    checkpoints = CheckpointEngine(
+        launch.storage,
+        registry=register_components(machinery, progress),
+        ledger=ledger,
+        clock=launch.clock,
+        faults=launch.faults,
+        events=events,
+        options=CheckpointOptions(keep=launch.config.checkpoint.keep),
+    )
+    choice = _restore(claimed, checkpoints, launch.faults)
+    check_restored(
+        progress, last_step=claimed.state.last_step, weights=machinery.learner.policy_weights()
+    )
+    digest = config_digest(launch.config)
+    store = _start(launch, claimed, choice=choice, progress=progress, digest=digest)
+
+    def close_store(kind: type[BaseException] | None, *rest: object) -> None:
+        del rest
+        store.close("finished" if kind is None else f"ended by {kind.__name__}")
+
+    stack.push(close_store)
+    ledger.start(store)
+    stack.callback(checkpoints.close)
+    checkpoints.sweep(store.state.collected)
+    metrics = MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
+    stack.callback(metrics.close)
+    metrics.rebuild(
+        steps=store.state.step_done.values(), evaluations=store.state.evaluated.values()
+    )
+    prompts = launch.config.validation.prompts
+    return TrainContext(
+        config=launch.config,
+        config_digest=digest,
+        run=claimed.run,
+        task=launch.task,
+        store=store,
+        runtime=build_runtime(
+            launch.config, launch.task, machinery=machinery, store=store, faults=launch.faults
+        ),
+        checkpoints=checkpoints,
+        metrics=metrics,
+        clock=launch.clock,
+        faults=launch.faults,
+        events=events,
+        progress=progress,
+        held_out=launch.task.held_out(prompts) if prompts else [],
+        distrusted=frozenset(d for d, _ in choice.skipped) if choice else frozenset(),
+        last_checkpoint_s=launch.clock.monotonic_s(),
+    )
+
+
+def _restore(
+    claimed: ClaimedRun, checkpoints: CheckpointEngine, faults: FaultHook
+) -> Choice | None:
+    """Load the newest whole checkpoint of the kept lineage; None in a run that has none yet."""
+    committed = claimed.state.checkpoints
+    if not committed:
+        if claimed.state.taken:
+            raise DamagedError(
+                f"{len(claimed.state.taken)} batches were trained and no checkpoint is committed",
+                where="log",
+                rule="checkpoint 0 is durable before the first batch is taken",
+                way_out="put the run directory back from a copy",
+            )
+        return None
+    faults.reach(FaultPoint.RESTORE_STARTED)
+    choice = checkpoints.choose(committed)
+    checkpoints.restore(choice)
+    faults.reach(FaultPoint.RESTORE_DONE)
+    return choice
+
+
+def _start(
+    launch: Launch,
+    claimed: ClaimedRun,
+    *,
+    choice: Choice | None,
+    progress: Progress,
+    digest: str,
+) -> ExperienceStore:
+    """Announce the incarnation: which checkpoint it stands on and how far it will redo."""
+    beyond = [update for update in claimed.state.taken if update.global_step > progress.global_step]
+    rewind = choice is not None and not launch.redo
+    return claimed.start(
+        base_checkpoint=choice.directory if choice else "",
+        base_position=choice.manifest.info.position if rewind else None,
+        redo_until=max(beyond) if beyond and not rewind else None,
+        config_digest=digest,
+    )
+
+
+async def _advance(ctx: TrainContext) -> None:
+    """From the restored state to the frontier: warm start, redo, and the end of the last step."""
+    await _set_poison_aside(ctx)
+    await warm_start(ctx)
+    if ctx.progress.global_step == 0:
+        await stage_checkpoint_if_due(ctx, GlobalStep(0))
+    await redo(ctx)
+    if ctx.progress.local_updates == 0:
+        await _drop_abandoned(ctx)
+        await complete_step(ctx, GlobalStep(ctx.progress.global_step))
+
+
+async def _set_poison_aside(ctx: TrainContext) -> None:
+    """Evict the groups of batches whose training raised twice, and say so."""
+    state = ctx.store.state
+    for update, failures in sorted(state.update_failures.items()):
+        unfinished = update.global_step > state.last_step
+        if failures < POISON_FAILURES or not unfinished or state.is_poisoned(update):
+            continue
+        groups = [GroupId(group) for group in state.taken[update].groups]
+        evictions = [(group, EvictionReason.POISON) for group in groups]
+        await acknowledged(ctx.store, ctx.store.evict(evictions, global_step=update.global_step))
+        message = f"batch {update.key()} raised {failures} times; its groups are set aside"
+        ctx.events("warning", {"message": message})
+
+
+async def _drop_abandoned(ctx: TrainContext) -> None:
+    """After a rewind: evict finished groups of weights that no longer exist (sync is on-policy)."""
+    state = ctx.store.state
+    digest = await ctx.runtime.policy_digest()
+    current = state.version_of(digest)
+    abandoned = [
+        (group, EvictionReason.ABANDONED)
+        for group in state.table.finished
+        if any(done.last_version != current for done in state.groups[group].done.values())
+    ]
+    if abandoned:
+        step = GlobalStep(ctx.progress.global_step + 1)
+        await acknowledged(ctx.store, ctx.store.evict(abandoned, global_step=step))
+
+
+def _announce_start(ctx: TrainContext, launch: Launch) -> None:
+    fields: dict[str, object] = {
+        "run": str(launch.run_dir),
+        "incarnation": ctx.store.incarnation,
+        "recipe": launch.config.task.name,
+        "total_steps": launch.config.trainer.total_steps,
+        "warm_start_steps": launch.config.learner.supervised.steps,
+    }
+    ctx.events("run_started", fields)
+
+
+def _finish(ctx: TrainContext, launch: Launch) -> None:
+    """The run is complete: wait for the last checkpoint and say how it ended."""
+    ctx.checkpoints.close()
+    step = ctx.progress.global_step
+    fields: dict[str, object] = {
+        "run": str(launch.run_dir),
+        "incarnation": ctx.store.incarnation,
+        "global_step": step,
+        "digest": ctx.store.state.step_done[GlobalStep(step)].digest,
+    }
+    ctx.events("run_finished", fields)

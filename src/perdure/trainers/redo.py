@@ -1,0 +1,64 @@
+"""Redo: batches logged after the restored checkpoint are trained again, without generating.
+
+The same groups in the same order through the same update give the weights of the moment of the
+crash, bit for bit in deterministic mode.
+"""
+
+from __future__ import annotations
+
+from perdure.core.errors import RedoDivergedError
+from perdure.core.faults import FaultPoint
+from perdure.core.ids import GlobalStep
+from perdure.core.records import Redone, StepDone
+from perdure.trainers.acknowledge import acknowledged
+from perdure.trainers.context import TrainContext
+from perdure.trainers.saving import stage_checkpoint_if_due
+from perdure.trainers.steps import local_update, step_record, take_groups
+
+
+async def redo(ctx: TrainContext) -> None:
+    """Train every ``taken`` batch beyond the progress again.
+
+    Consumes the log; produces ``redone`` records and the due checkpoints. Ends behind the last
+    logged local update, which may be in the middle of a step. Cancellation is harmless: the next
+    incarnation redoes again.
+
+    Raises:
+        RedoDivergedError: Deterministic mode and a digest differs from the logged one.
+    """
+    updates = ctx.taken_beyond(ctx.progress.global_step)
+    if not updates:
+        return
+    started_s = ctx.clock.monotonic_s()
+    fields = {"from_step": updates[0].global_step, "to_step": updates[-1].global_step}
+    ctx.events("redo_started", fields)
+    for update in updates:
+        ctx.faults.reach(FaultPoint.REDO_STEP)
+        await local_update(ctx, update, await take_groups(ctx, update))
+        logged = ctx.store.state.step_done.get(update.global_step)
+        complete = ctx.progress.local_updates == ctx.config.trainer.local_updates_per_step
+        if complete and logged is not None:
+            await _confirm(ctx, update.global_step, logged)
+    ctx.faults.reach(FaultPoint.REDO_DONE)
+    seconds = ctx.clock.monotonic_s() - started_s
+    ctx.events("redo_finished", {"steps": len(updates), "seconds": seconds})
+
+
+async def _confirm(ctx: TrainContext, step: GlobalStep, logged: StepDone) -> None:
+    """Compare a redone step with its record, and go on to the next."""
+    again = await step_record(ctx, step)
+    equal = again.digest == logged.digest
+    if not equal and ctx.config.deterministic:
+        raise RedoDivergedError(
+            f"redone digest {again.digest} differs from the logged {logged.digest}",
+            where=f"global step {step}",
+            rule="in deterministic mode a redone step gives the same bits",
+            way_out="resume on the CPU kind and library versions that run.json names, or go on from"
+            " the checkpoint with `perdure resume RUN --no-redo`",
+        )
+    record = Redone(step, again.digest, equal, ctx.store.incarnation)
+    await acknowledged(ctx.store, ctx.store.append(record))
+    ctx.events("redone", {"global_step": step, "digest": again.digest, "equal": equal})
+    ctx.progress.complete(step)
+    await stage_checkpoint_if_due(ctx, step)
+    ctx.begin_step()

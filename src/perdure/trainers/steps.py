@@ -1,0 +1,182 @@
+"""The step functions that the mode loops share. Each may be repeated after a crash.
+
+A step ends in this order (spec A2): updates → step_done acknowledged → checkpoint staged if due →
+publish → validation and metrics → release → the counter goes up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from perdure.core.errors import TrainingError
+from perdure.core.faults import FaultPoint
+from perdure.core.ids import GlobalStep, GroupId, OptimizerStep, UpdateId
+from perdure.core.records import Published, StepDone, Submitted, UpdateFailed
+from perdure.core.trajectories import RewardedGroup
+from perdure.experience import AgePolicy, decide
+from perdure.trainers.acknowledge import ACKNOWLEDGE_TIMEOUT_S, acknowledged
+from perdure.trainers.context import TrainContext
+from perdure.trainers.saving import stage_checkpoint_if_due
+from perdure.trainers.step_metrics import merge_updates, rollout_metrics
+from perdure.trainers.validation import validate_if_due
+
+MAX_REFILL_ROUNDS = 10
+"""How often a step replaces failed groups before it gives up."""
+
+
+async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
+    """Submit what the step still needs and run it until enough groups are finished and durable.
+
+    Failed groups are evicted and each is replaced by one new prompt.
+
+    Raises:
+        TrainingError: Groups keep failing.
+    """
+    table = ctx.store.state.table
+    reasons: list[str] = []
+    with ctx.timed("generate"):
+        for _ in range(MAX_REFILL_ROUNDS):
+            await _submit_missing(ctx, step)
+            await ctx.runtime.run_groups(ctx.store.open_groups())
+            await asyncio.to_thread(ctx.store.flush, ACKNOWLEDGE_TIMEOUT_S)
+            reasons = [group.reason for group in table.failed()]
+            if not reasons:
+                return
+    raise TrainingError(
+        f"prompt groups failed in {MAX_REFILL_ROUNDS} rounds, the last one with: {reasons[0]}",
+        where=f"global step {step}",
+        rule="a failed session fails its group; it is never a zero reward",
+        way_out="mend the verifier or the data, then resume the run",
+    )
+
+
+async def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
+    """Evict failed groups, pay for evictions, and submit what the step's updates still lack."""
+    state = ctx.store.state
+    decision = decide(state, global_step=step, policy=AgePolicy.IGNORE, threshold=1)
+    if decision.evict:
+        await acknowledged(ctx.store, ctx.store.evict(decision.evict, global_step=step))
+    taken = len(state.updates_of(step))
+    remaining = ctx.config.trainer.local_updates_per_step - taken
+    available = len(state.table.finished) + len(ctx.store.open_groups())
+    missing = remaining * ctx.groups_per_update - available
+    if missing <= 0:
+        return
+    prompts = _next_prompts(ctx, step, count=missing)
+    refills, fresh = prompts[: decision.refill], prompts[decision.refill :]
+    if refills:
+        ctx.store.refill(refills)
+    if fresh:
+        ctx.store.submit(fresh)
+    await asyncio.to_thread(ctx.store.flush, ACKNOWLEDGE_TIMEOUT_S)
+    ctx.faults.reach(FaultPoint.GROUPS_SUBMITTED)
+
+
+def _next_prompts(ctx: TrainContext, step: GlobalStep, *, count: int) -> list[Submitted]:
+    """The next prompts of the data order as records."""
+    table = ctx.store.state.table
+    group, index = table.next_group, table.next_data_index
+    prompts = [ctx.task.prompt(index + offset) for offset in range(count)]
+    return [
+        Submitted(
+            group=GroupId(group + offset),
+            submitted_step=step,
+            sessions=ctx.config.rollout.sessions_per_group,
+            prompt_ids=prompt.prompt_ids,
+            task=prompt.task,
+            answer=prompt.answer,
+            dataset_digest=ctx.task.dataset_digest,
+            data_index=prompt.data_index,
+        )
+        for offset, prompt in enumerate(prompts)
+    ]
+
+
+async def take_groups(ctx: TrainContext, update: UpdateId) -> list[RewardedGroup]:
+    """The groups of one local update: the logged ones if it was taken before, else the oldest.
+
+    The ``taken`` record is acknowledged before the groups are returned.
+    """
+    state = ctx.store.state
+    with ctx.timed("take"):
+        if update not in state.taken:
+            future = ctx.store.take(
+                update,
+                groups=ctx.store.oldest_finished(ctx.groups_per_update),
+                config_digest=ctx.config_digest,
+                reference_digest=await ctx.runtime.reference_digest(),
+                tokenizer_digest=ctx.task.tokenizer.digest,
+            )
+            await acknowledged(ctx.store, future)
+            ctx.faults.reach(FaultPoint.BATCH_TAKEN)
+        return [ctx.store.rewarded_group(GroupId(g)) for g in state.taken[update].groups]
+
+
+async def local_update(
+    ctx: TrainContext, update: UpdateId, groups: Sequence[RewardedGroup]
+) -> None:
+    """Train one batch. A batch whose training raises is recorded, so that a second time is seen."""
+    with ctx.timed("update"):
+        try:
+            result = await ctx.runtime.local_update(update, groups)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            failure = UpdateFailed(update, ctx.store.incarnation, reason)
+            await acknowledged(ctx.store, ctx.store.append(failure))
+            raise
+    ctx.step_groups.extend(groups)
+    ctx.step_updates.append(result)
+    ctx.progress.local_updates += 1
+    ctx.faults.reach(FaultPoint.LOCAL_UPDATE_DONE)
+
+
+async def step_record(ctx: TrainContext, step: GlobalStep) -> StepDone:
+    """What the log says of a step whose local updates are complete."""
+    return StepDone(
+        global_step=step,
+        digest=await ctx.runtime.state_digest(),
+        policy_digest=await ctx.runtime.policy_digest(),
+        optimizer_step=OptimizerStep(ctx.runtime.optimizer_step),
+        metrics={**rollout_metrics(ctx.step_groups), **merge_updates(ctx.step_updates)},
+        timings_s=dict(ctx.timings_s),
+        skipped=tuple(reason for result in ctx.step_updates for reason in result.skipped),
+    )
+
+
+async def finish_step(ctx: TrainContext, step: GlobalStep) -> None:
+    """Acknowledge ``step_done``; the step counts from here on."""
+    record = await step_record(ctx, step)
+    await acknowledged(ctx.store, ctx.store.append(record))
+    ctx.progress.complete(step)
+    ctx.faults.reach(FaultPoint.STEP_DONE)
+    shown = {key: record.metrics[key] for key in ("response_length",) if key in record.metrics}
+    seconds = sum(record.timings_s.values())
+    reward = record.metrics.get("reward", float("nan"))
+    ctx.events("step", {"global_step": step, "reward": reward, "seconds": seconds, **shown})
+
+
+async def complete_step(ctx: TrainContext, step: GlobalStep) -> None:
+    """Everything a step does after ``step_done``, in order; repeated as a whole after a crash."""
+    await stage_checkpoint_if_due(ctx, step)
+    await publish_weights(ctx, step)
+    await validate_if_due(ctx, step)
+    if step > 0:
+        ctx.metrics.step(ctx.store.state.step_done[step])
+    ctx.store.release([GroupId(group.group) for group in ctx.step_groups])
+    ctx.begin_step()
+
+
+async def publish_weights(ctx: TrainContext, step: GlobalStep) -> None:
+    """Publish the current weights. The same bytes keep their version; other bytes get a new one."""
+    await ctx.runtime.wake_rollout()
+    started_s = ctx.clock.monotonic_s()
+    known = ctx.store.state.version_of(await ctx.runtime.policy_digest())
+    version = known or ctx.store.state.next_version
+    digest = await ctx.runtime.publish(version)
+    if known is None:
+        record = Published(version=version, digest=digest, global_step=step)
+        await acknowledged(ctx.store, ctx.store.append(record))
+    ctx.faults.reach(FaultPoint.WEIGHTS_PUBLISHED)
+    seconds = ctx.clock.monotonic_s() - started_s
+    ctx.events("published", {"version": version, "digest": digest, "seconds": seconds})

@@ -1,0 +1,53 @@
+"""Validation on held-out prompts: its own prompts, its own record, never mixed with training."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from perdure.core.faults import FaultPoint
+from perdure.core.ids import GlobalStep
+from perdure.core.records import Evaluated
+from perdure.core.rollout_api import SamplingParams
+from perdure.trainers.acknowledge import acknowledged
+from perdure.trainers.context import TrainContext
+
+
+async def validate_if_due(ctx: TrainContext, step: GlobalStep) -> None:
+    """Validate before training, every N steps and at the end, once per (step, policy digest)."""
+    every = ctx.config.validation.every_steps
+    due = step in (0, ctx.config.trainer.total_steps) or (every > 0 and step % every == 0)
+    digest = await ctx.runtime.policy_digest()
+    if not due or not ctx.held_out or (step, digest) in ctx.store.state.evaluated:
+        return
+    started_s = ctx.clock.monotonic_s()
+    metrics = await _validate(ctx)
+    seconds = ctx.clock.monotonic_s() - started_s
+    record = Evaluated(step, digest, metrics, {"validation": seconds})
+    await acknowledged(ctx.store, ctx.store.append(record))
+    ctx.faults.reach(FaultPoint.EVALUATED)
+    ctx.metrics.evaluation(record)
+    ctx.events(
+        "evaluated", {"global_step": step, "accuracy": metrics["accuracy"], "seconds": seconds}
+    )
+
+
+async def _validate(ctx: TrainContext) -> dict[str, float]:
+    """Greedy answers to every held-out prompt, judged by the task's verifier."""
+    rollout = ctx.config.rollout
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=(ctx.task.tokenizer.eos_id,),
+    )
+    trajectories = await ctx.runtime.answer(ctx.held_out, sampling=sampling)
+    verdicts = [
+        ctx.task.verify(prompt, trajectory.response_ids_T.tolist())
+        for prompt, trajectory in zip(ctx.held_out, trajectories, strict=True)
+    ]
+    lengths = [len(trajectory.response_ids_T) for trajectory in trajectories]
+    return {
+        "accuracy": float(np.mean([verdict.parts["correct"] for verdict in verdicts])),
+        "reward": float(np.mean([verdict.reward for verdict in verdicts])),
+        "response_length": float(np.mean(lengths)),
+        "prompts": float(len(verdicts)),
+    }

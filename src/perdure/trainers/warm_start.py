@@ -1,0 +1,52 @@
+"""The supervised warm start: a phase before training, with checkpoints of its own.
+
+Its examples are keyed by position, so a crash costs at most the steps since its last checkpoint,
+and those come out the same again.
+"""
+
+from __future__ import annotations
+
+from perdure.core.faults import FaultPoint
+from perdure.core.records import PhaseStep
+from perdure.trainers.acknowledge import acknowledged
+from perdure.trainers.context import TrainContext
+from perdure.trainers.saving import stage_checkpoint
+
+
+async def warm_start(ctx: TrainContext) -> None:
+    """Train on demonstrations from where the progress stands; then freeze the reference policy.
+
+    Consumes ``task.demonstration``; produces ``phase_step`` records and warm checkpoints.
+    """
+    if ctx.progress.training:
+        return
+    config = ctx.config.learner.supervised
+    for step in range(ctx.progress.warm_start_step, config.steps):
+        with ctx.timed("warm_start"):
+            first = step * config.batch_size
+            examples = [ctx.task.demonstration(first + i) for i in range(config.batch_size)]
+            metrics = await ctx.runtime.supervised_step(step + 1, examples)
+        done = step + 1
+        ctx.progress.warm_start_step = done
+        ctx.faults.reach(FaultPoint.WARM_START_STEP)
+        if done % ctx.config.trainer.warm_start_log_every == 0 or done == config.steps:
+            await _log_progress(ctx, done, metrics)
+        if done % ctx.config.checkpoint.warm_start_every_steps == 0 and done < config.steps:
+            await stage_checkpoint(ctx, "warm", done, wait=False)
+    await ctx.runtime.begin_training()
+    ctx.progress.training = 1
+
+
+async def _log_progress(ctx: TrainContext, done: int, metrics: dict[str, float]) -> None:
+    record = PhaseStep(
+        phase="warm_start",
+        step=done,
+        digest=await ctx.runtime.state_digest(),
+        metrics=metrics,
+        timings_s=dict(ctx.timings_s),
+        final=done == ctx.config.learner.supervised.steps,
+    )
+    await acknowledged(ctx.store, ctx.store.append(record))
+    seconds = ctx.timings_s["warm_start"]
+    ctx.begin_step()
+    ctx.events("warm_start", {"step": done, "loss": metrics["loss"], "seconds": seconds})
