@@ -303,6 +303,7 @@ class ExperienceStore:
             self._writer.close(reason)
         finally:
             self._claim.release()
+            self._appender.place_acknowledged()
 
     def check(self) -> None:
         """Assert the conservation law and every index, of the state and of the store."""
