@@ -58,14 +58,14 @@ def test_a_step_repeated_after_a_restore_gives_the_same_bits() -> None:
 def test_what_is_not_finite_changes_nothing() -> None:
     learner = make(FAST, poisoned=True)
     before = learner.policy_digest()
-    assert learner.supervised_step(1, EXAMPLES)["skipped"] == 1.0
+    with pytest.raises(TrainingError, match="supervised step 7: loss is not finite"):
+        learner.supervised_step(7, EXAMPLES)
     assert learner.policy_digest() == before
 
 
-def test_raise_names_the_step() -> None:
-    learner = make({**FAST, "nonfinite": "raise"}, poisoned=True)
-    with pytest.raises(TrainingError, match="supervised step 7"):
-        learner.supervised_step(7, EXAMPLES)
+def test_nothing_to_learn_is_an_error() -> None:
+    with pytest.raises(TrainingError, match="supervised step 1: no token that the policy chose"):
+        make(FAST).supervised_step(1, [((1, 2), ())])
 
 
 def test_the_optimizer_starts_afresh_after_the_warm_start() -> None:

@@ -50,7 +50,7 @@ class Learner(Protocol):
         """One optimizer step of the warm start; ``step`` counts from 1. Returns its metrics.
 
         Raises:
-            TrainingError: The loss or gradient is not finite and the configuration says to raise.
+            TrainingError: The loss or gradient is not finite, or there is nothing to learn.
         """
         ...
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from perdure.core.errors import TrainingError
-from perdure.core.trajectories import RewardedGroup, Trajectory
+from perdure.core.trajectories import Array, RewardedGroup, Trajectory
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -58,9 +58,9 @@ class TokenBatch:
     @classmethod
     def build(
         cls,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        masks: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int] | Array],
+        responses: Sequence[Sequence[int] | Array],
+        masks: Sequence[Sequence[int] | Array],
     ) -> TokenBatch:
         """Lay out the batch.
 

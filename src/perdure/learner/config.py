@@ -93,7 +93,7 @@ class LearnerConfig(Section):
     """Passes over the batch of a local update."""
     mini_batches: Count = 1
     """Optimizer steps per pass; trajectories are dealt to them at random."""
-    micro_batch_tokens: Count = 8192
+    micro_batch_tokens: Count = 2048
     """Padded tokens of one forward pass; bounds memory, does not change the loss."""
     clip_low: BelowOne = 0.2
     """How far the probability ratio may fall below 1."""

@@ -121,11 +121,11 @@ def descend(
     return StepOutcome(total, norm)
 
 
-def not_finite(outcome: StepOutcome, *, where: str) -> TrainingError:
-    """The error for ``nonfinite: raise``."""
+def no_step(outcome: StepOutcome, *, where: str, way_out: str) -> TrainingError:
+    """The error of a mini-batch that must not be left out."""
     return TrainingError(
         f"{outcome.reason} (loss {outcome.loss}, gradient norm {outcome.grad_norm})",
         where=where,
-        rule="learner.nonfinite is raise",
-        way_out="lower learner.lr, or set learner.nonfinite=skip to leave such mini-batches out",
+        rule="no step is taken on such a mini-batch",
+        way_out=way_out,
     )

@@ -1,4 +1,4 @@
-"""The torch settings under which equal inputs give equal bits."""
+"""The torch settings under which equal inputs give equal bits on an equal number of threads."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import torch
 
 @contextmanager
 def deterministic_math(enabled: bool) -> Iterator[None]:
-    """Deterministic kernels and one thread inside the block; the settings before, after it.
+    """Deterministic kernels inside the block, or an error where there is none; then as before.
 
-    One thread and two give different sums, so the number is part of the arithmetic.
+    The number of threads is part of the arithmetic too; it belongs to the process, not to a block.
     """
-    if not enabled:
-        yield
-        return
-    mode, threads = torch.get_deterministic_debug_mode(), torch.get_num_threads()
-    torch.set_deterministic_debug_mode("error")
-    torch.set_num_threads(1)
+    before = torch.get_deterministic_debug_mode()
+    # Unlike use_deterministic_algorithms, this does not import the compiler (seconds).
+    torch.set_deterministic_debug_mode("error" if enabled else before)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
-        torch.set_deterministic_debug_mode(mode)
+        torch.set_deterministic_debug_mode(before)

@@ -24,7 +24,7 @@ from perdure.learner.components import (
 )
 from perdure.learner.config import LearnerConfig
 from perdure.learner.determinism import deterministic_math
-from perdure.learner.metrics import batch_metrics, critic_metrics, mismatch_metrics, only_finite
+from perdure.learner.metrics import critic_metrics, mismatch_metrics, only_finite
 from perdure.learner.optimizer import AdamW
 from perdure.learner.passes import evaluate, policy_logprobs, state_values
 from perdure.learner.schedule import LearningRate
@@ -100,7 +100,7 @@ class LocalLearner:
                 self._policy, self._optimizer, examples, config=self.config, step=step
             )
         self._counters.supervised_steps = step
-        return only_finite(metrics)
+        return metrics
 
     def begin_training(self) -> None:
         """End the warm start: fresh optimizers, schedule and counters at 0, reference frozen.
@@ -145,7 +145,7 @@ class LocalLearner:
         self._counters.optimizer_steps += actor.steps
         self._counters.value_optimizer_steps += critic.steps
         metrics = {
-            **batch_metrics(batch),
+            "trained_tokens": float(batch.tokens.chosen),
             **critic.metrics,
             **actor.metrics,
             **mismatch_metrics(batch.rollout_logprobs_M, signals.old_logprobs_M),

@@ -8,21 +8,6 @@ import torch
 from torch import Tensor
 
 from perdure.algorithms import kl_estimate
-from perdure.learner.batch import UpdateBatch
-
-
-def batch_metrics(batch: UpdateBatch) -> dict[str, float]:
-    """Rewards and lengths of what is trained."""
-    groups = batch.rewards_N.split([*batch.group_sizes])
-    flat = sum(bool((rewards_G == rewards_G[0]).all()) for rewards_G in groups)
-    responses_N = batch.tokens.lengths_N - batch.tokens.prompts_N
-    return {
-        "reward_mean": float(batch.rewards_N.mean()),
-        "reward_std": float(batch.rewards_N.std(correction=0)),
-        "groups_without_signal": flat / len(groups),
-        "response_tokens_mean": float(responses_N.mean()),
-        "trained_tokens": float(batch.tokens.chosen),
-    }
 
 
 def mismatch_metrics(rollout_M: Tensor, learner_M: Tensor) -> dict[str, float]:

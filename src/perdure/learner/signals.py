@@ -55,14 +55,13 @@ def set_advantages(config: LearnerConfig, batch: UpdateBatch, signals: Signals) 
         ]
         return
     rewards_NR = _rewards_at_end(batch) - batch.spread(penalty_M)
-    with_critic = signals.values_M is not None
-    values_M = signals.values_M if with_critic else torch.zeros_like(penalty_M)
+    values_M = torch.zeros_like(penalty_M) if signals.values_M is None else signals.values_M
     advantages_NR, returns_NR = generalized_advantages(
         rewards_NR,
         batch.spread(values_M),
         batch.mask_NR,
         gamma=config.gamma,
-        lam=config.lam if with_critic else 1.0,
+        lam=1.0 if signals.values_M is None else config.lam,
     )
     advantages_M = advantages_NR[batch.mask_NR]
     signals.advantages_M = whiten(advantages_M) if config.normalise_advantages else advantages_M

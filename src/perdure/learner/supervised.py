@@ -10,7 +10,7 @@ from torch import Tensor
 from perdure.learner.api import Example
 from perdure.learner.batch import Piece, TokenBatch
 from perdure.learner.config import LearnerConfig
-from perdure.learner.descent import Tally, descend, not_finite
+from perdure.learner.descent import Tally, descend, no_step
 from perdure.learner.optimizer import AdamW
 from perdure.learner.passes import policy_logprobs
 from perdure.learner.schedule import rate_factor
@@ -29,10 +29,10 @@ def imitate(
 
     Returns:
         ``loss`` (nats per token), ``token_accuracy`` (how often the answer's token is the most
-        likely one), ``grad_norm``, ``lr``; ``skipped`` 1 if something was not finite.
+        likely one), ``grad_norm``, ``lr``.
 
     Raises:
-        TrainingError: Something is not finite and ``nonfinite`` is ``raise``; or an empty prompt.
+        TrainingError: The loss or gradient is not finite, a prompt is empty, or every answer is.
     """
     supervised = config.supervised
     tokens = TokenBatch.build(
@@ -54,15 +54,11 @@ def imitate(
         device=next(model.parameters()).device,
     )
     outcome = descend(optimizer, pieces, loss_of, lr=lr, adam=supervised.adam)
-    if outcome.taken:
-        tally.accept()
-        return {
-            **tally.means(),
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "lr": lr,
-            "skipped": 0.0,
-        }
-    if config.nonfinite == "raise" and outcome.tokens:
-        raise not_finite(outcome, where=f"supervised step {step}")
-    return {"lr": lr, "skipped": 1.0}
+    if not outcome.taken:
+        raise no_step(
+            outcome,
+            where=f"supervised step {step}",
+            way_out="lower learner.supervised.lr, and look at the task's demonstrations",
+        )
+    tally.accept()
+    return {**tally.means(), "loss": outcome.loss, "grad_norm": outcome.grad_norm, "lr": lr}

@@ -20,7 +20,7 @@ from perdure.algorithms import (
 from perdure.core.ids import UpdateId
 from perdure.learner.batch import IntArray, Piece, UpdateBatch
 from perdure.learner.config import LearnerConfig
-from perdure.learner.descent import MiniBatch, StepOutcome, Tally, deal, descend, not_finite
+from perdure.learner.descent import MiniBatch, StepOutcome, Tally, deal, descend, no_step
 from perdure.learner.optimizer import AdamW
 from perdure.learner.passes import policy_logprobs, state_values
 from perdure.learner.signals import Signals
@@ -153,7 +153,11 @@ def _train(plan: Plan, trainee: _Trainee) -> Trained:
         trainee.tally.reject()
         name = _mini_batch_name(plan.update, mini_batch)
         if plan.config.nonfinite == "raise" and outcome.tokens:
-            raise not_finite(outcome, where=f"{trainee.name} mini-batch {name}")
+            raise no_step(
+                outcome,
+                where=f"{trainee.name} mini-batch {name}",
+                way_out="lower learner.lr, or set learner.nonfinite=skip to leave it out",
+            )
         skipped.append(f"{name} {trainee.name}: {outcome.reason}")
     metrics = trainee.tally.means()
     if taken:
