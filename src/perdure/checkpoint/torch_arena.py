@@ -48,4 +48,6 @@ def copy_into(data: np.ndarray[Any, Any], tensor: torch.Tensor, spec: TensorSpec
 
 def view(data: np.ndarray[Any, Any], spec: TensorSpec) -> torch.Tensor:
     """A tensor that shares the memory of ``data``."""
+    if not data.nbytes:
+        return torch.empty(spec.shape, dtype=DTYPE_BY_CODE[spec.code])
     return torch.as_tensor(data).view(DTYPE_BY_CODE[spec.code]).reshape(spec.shape)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from perdure.core.components import ComponentState
+
+_TENSOR = "$tensor"
+"""Key of the one-entry mapping that stands for a tensor inside small values."""
 
 
 class ModuleComponent:
@@ -56,8 +59,8 @@ class ModuleComponent:
 class OptimizerComponent:
     """State and hyper-parameters of an optimizer, keyed by the names of a module's parameters.
 
-    Tensors are ``state/<parameter>/<key>`` and ``group/<index>/<key>``; everything else is in the
-    small values. A restored optimizer keeps its group dictionaries and parameter objects.
+    Tensors are ``state/<parameter>/<key>`` and ``groups/<index>/hyper/<key>``; everything else is
+    in the small values. A restored optimizer keeps its parameters, groups and state tensors.
 
     Args:
         optimizer: The live optimizer.
@@ -71,46 +74,42 @@ class OptimizerComponent:
         self._module = module
 
     def state(self) -> ComponentState:
-        tensors: dict[str, Any] = {}
-        values: dict[str, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
         names = self._names()
-        for index, group in enumerate(self._optimizer.param_groups):
-            hyper = {key: value for key, value in group.items() if key != "params"}
-            plain = _split(hyper, f"group/{index}", tensors)
-            members = [names[id(parameter)] for parameter in group["params"]]
-            groups.append({"params": members, "hyper": plain})
-            for name, parameter in zip(members, group["params"], strict=True):
-                if parameter in self._optimizer.state:
-                    entries = self._optimizer.state[parameter]
-                    values[name] = _split(entries, f"state/{name}", tensors)
-        return ComponentState(tensors=tensors, values={"groups": groups, "state": values})
+        entries = {names[id(p)]: dict(held) for p, held in self._optimizer.state.items()}
+        groups = [
+            {
+                "params": [names[id(parameter)] for parameter in group["params"]],
+                "hyper": {key: value for key, value in group.items() if key != "params"},
+            }
+            for group in self._optimizer.param_groups
+        ]
+        tensors: dict[str, Any] = {}
+        values = {
+            "class": type(self._optimizer).__name__,
+            "groups": _split(groups, "groups", tensors),
+            "state": _split(entries, "state", tensors),
+        }
+        return ComponentState(tensors=tensors, values=values)
 
     def load(self, state: ComponentState, schema_version: int) -> None:
         """Take state and hyper-parameters over.
 
         Raises:
-            ValueError: Groups or parameters differ, or a state tensor does not fit.
+            ValueError: Another class, groups or parameters, or a state tensor that does not fit.
         """
         _expect(schema_version, self.schema_version)
-        groups = self._optimizer.param_groups
-        stored_groups = state.values["groups"]
+        _expect_class(self._optimizer, state)
+        stored = _join(state.values, state.tensors)
         names = self._names()
+        groups = self._optimizer.param_groups
         members = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
-        if members != [group["params"] for group in stored_groups]:
+        if members != [group["params"] for group in stored["groups"]]:
             raise ValueError("the parameter groups hold other parameters, or in another order")
-        entries = {name: dict(plain) for name, plain in state.values["state"].items()}
-        hypers = [dict(group["hyper"]) for group in stored_groups]
-        for path, value in state.tensors.items():
-            kind, rest = path.split("/", 1)
-            owner, key = rest.rsplit("/", 1)
-            target = entries[owner] if kind == "state" else hypers[int(owner)]
-            target[key] = _as_tensor(value)
-        for group, hyper in zip(groups, hypers, strict=True):
-            for key, value in hyper.items():
-                group[key] = _taken_over(group.get(key), value)
+        for group, stored_group in zip(groups, stored["groups"], strict=True):
+            for key, value in stored_group["hyper"].items():
+                group[key] = _taken_over(key, group.get(key), value)
             for parameter in group["params"]:
-                self._load_parameter(parameter, entries.get(names[id(parameter)]), group)
+                self._load_parameter(parameter, stored["state"].get(names[id(parameter)]), group)
 
     def _load_parameter(
         self, parameter: torch.Tensor, stored: dict[str, Any] | None, group: Mapping[str, Any]
@@ -122,11 +121,10 @@ class OptimizerComponent:
         for key in live.keys() - stored.keys():
             del live[key]
         for key, value in stored.items():
-            if isinstance(value, torch.Tensor) and not isinstance(live.get(key), torch.Tensor):
-                on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-                live[key] = value.to(torch.device("cpu") if on_host else parameter.device)
-            else:
-                live[key] = _taken_over(live.get(key), value)
+            # Where torch itself keeps the step count decides which of its kernels may run.
+            on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
+            device = torch.device("cpu") if on_host else parameter.device
+            live[key] = _taken_over(key, live.get(key), _moved(value, device))
 
     def _names(self) -> dict[int, str]:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
@@ -146,19 +144,25 @@ class SchedulerComponent:
         self._scheduler = scheduler
 
     def state(self) -> ComponentState:
-        return ComponentState(values=dict(self._scheduler.state_dict()))
+        tensors: dict[str, Any] = {}
+        held = _split(self._scheduler.state_dict(), "state", tensors)
+        values = {"class": type(self._scheduler).__name__, "state": held}
+        return ComponentState(tensors=tensors, values=values)
 
     def load(self, state: ComponentState, schema_version: int) -> None:
         """Take the counters and bounds over.
 
+        What this version of torch keeps and the stored state does not know stays as it is.
+
         Raises:
-            ValueError: Other names than the live scheduler's.
+            ValueError: The stored scheduler is of another class.
         """
         _expect(schema_version, self.schema_version)
+        _expect_class(self._scheduler, state)
+        stored = _join(state.values["state"], state.tensors)
         live = self._scheduler.state_dict()
-        _expect_names(live.keys(), state.values.keys())
         self._scheduler.load_state_dict(
-            {key: _taken_over(live[key], value) for key, value in state.values.items()}
+            {key: _taken_over(key, live.get(key), value) for key, value in stored.items()}
         )
 
 
@@ -211,23 +215,46 @@ class RngComponent:
                 torch.cuda.set_rng_state(_as_tensor(tensors[f"cuda/{index}"]), index)
 
 
-def _split(mixed: Mapping[str, Any], prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Move the tensors of ``mixed`` to ``tensors`` under ``prefix``; return the rest."""
-    plain: dict[str, Any] = {}
-    for key, value in mixed.items():
-        if isinstance(value, torch.Tensor):
-            tensors[f"{prefix}/{key}"] = value.detach()
-        else:
-            plain[key] = value
-    return plain
+def _split(value: Any, path: str, tensors: dict[str, Any]) -> Any:
+    """``value`` with every tensor moved to ``tensors`` and its place named instead."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {key: _split(item, f"{path}/{key}", tensors) for key, item in items}
+    if isinstance(value, list | tuple):
+        held = cast("Sequence[Any]", value)
+        return [_split(item, f"{path}/{index}", tensors) for index, item in enumerate(held)]
+    return value
 
 
-def _taken_over(live: Any, stored: Any) -> Any:
+def _join(value: Any, tensors: Mapping[str, Any]) -> Any:
+    """Undo :func:`_split`."""
+    if isinstance(value, Mapping):
+        mapping = cast("Mapping[Any, Any]", value)
+        if set(mapping) != {_TENSOR}:
+            return {key: _join(item, tensors) for key, item in mapping.items()}
+        if mapping[_TENSOR] not in tensors:
+            raise ValueError(f"tensor {mapping[_TENSOR]} is missing")
+        return _as_tensor(tensors[mapping[_TENSOR]])
+    if isinstance(value, list):
+        return [_join(item, tensors) for item in cast("list[Any]", value)]
+    return value
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list):
+        return [_moved(item, device) for item in cast("list[Any]", value)]
+    return value
+
+
+def _taken_over(key: str, live: Any, stored: Any) -> Any:
     """``stored`` in the type of ``live``: into the same tensor, a tuple for a tuple, and so on."""
-    if isinstance(live, torch.Tensor):
-        if not isinstance(stored, torch.Tensor):
-            raise ValueError("a tensor was stored as a plain value")
-        _expect_like("state tensor", live, stored)
+    if isinstance(live, torch.Tensor) and isinstance(stored, torch.Tensor):
+        _expect_like(key, live, stored)
         with torch.no_grad():
             return live.copy_(stored)
     if isinstance(live, tuple) and isinstance(stored, list):
@@ -244,6 +271,11 @@ def _as_tensor(value: Any) -> torch.Tensor:
 def _expect(stored: int, live: int) -> None:
     if stored != live:
         raise ValueError(f"schema version {stored}, expected {live}")
+
+
+def _expect_class(live: object, state: ComponentState) -> None:
+    if state.values["class"] != type(live).__name__:
+        raise ValueError(f"of class {state.values['class']}, expected {type(live).__name__}")
 
 
 def _expect_names(live: Any, stored: Any) -> None:
