@@ -1,0 +1,1 @@
+"""Where rollout, learner, publication, checkpoints and experience are joined on machines."""
