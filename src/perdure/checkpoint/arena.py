@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
@@ -84,6 +85,7 @@ def materialize(data: Bytes, spec: TensorSpec) -> Any:
     return torch_arena().view(owned, spec)
 
 
+@functools.cache
 def torch_arena() -> ModuleType:
     """The torch half of this module, imported only when a torch tensor is at hand."""
     return importlib.import_module("perdure.checkpoint.torch_arena")
