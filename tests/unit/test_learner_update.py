@@ -40,8 +40,11 @@ def logprobs_alone(model: Transformer, one: Trajectory) -> torch.Tensor:
     return logprobs[start - 1 : -1].gather(1, tokens[start:, None]).squeeze(1)
 
 
-def test_one_grpo_update_equals_a_hand_written_one() -> None:
+@pytest.mark.parametrize("flat", [0, 2])
+def test_one_grpo_update_equals_a_hand_written_one(flat: int) -> None:
+    """The first ``flat`` groups have equal rewards: they count in the mean and move nothing."""
     groups, model = random_groups(masked=True), make_model()
+    groups[:flat] = [RewardedGroup(g.group, g.trajectories, (1.0,) * 4) for g in groups[:flat]]
     loss, tokens = torch.zeros(()), 0
     for group in groups:
         rewards = torch.tensor(group.rewards)
@@ -51,11 +54,11 @@ def test_one_grpo_update_equals_a_hand_written_one() -> None:
             loss = loss - (score * (chosen - chosen.detach()).exp()).sum()
             tokens += len(chosen)
     (loss / tokens).backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    assert norm > 0.05
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    assert norm > 0.01
     torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0).step()
 
-    learner = make_learner({"lr": 1e-3, "adam": {"max_grad_norm": 0.05}})
+    learner = make_learner({"lr": 1e-3, "adam": {"max_grad_norm": 0.01}})
     result = learner.local_update(update_id(1), groups)
 
     torch.testing.assert_close(
@@ -148,6 +151,17 @@ def test_groups_without_signal_leave_the_policy_alone() -> None:
     metrics = learner.local_update(update_id(1), groups).metrics
     assert learner.policy_digest() == before
     assert metrics["policy_grad_norm"] == 0
+
+
+def test_moments_decay_when_nothing_moves() -> None:
+    groups = [RewardedGroup(g.group, g.trajectories, (0.3,) * 4) for g in random_groups()]
+    learner = make_learner()
+    learner.local_update(update_id(1), random_groups())
+    optimizer = learner.components()["optimizer"].state().tensors
+    mean = optimizer["norm.weight/exp_avg"].clone()
+    learner.local_update(update_id(2), groups)
+    torch.testing.assert_close(optimizer["norm.weight/exp_avg"], 0.9 * mean)
+    assert optimizer["norm.weight/step"] == 2
 
 
 def test_old_probabilities_are_those_before_the_update() -> None:

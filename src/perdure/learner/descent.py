@@ -13,7 +13,7 @@ from torch import Tensor
 from perdure.core import keyed_random
 from perdure.core.errors import TrainingError
 from perdure.core.ids import UpdateId
-from perdure.learner.batch import IntArray, Piece
+from perdure.learner.batch import IntArray
 from perdure.learner.config import AdamConfig
 from perdure.learner.optimizer import AdamW
 
@@ -92,21 +92,22 @@ class StepOutcome:
 
 def descend(
     optimizer: AdamW,
-    pieces: Iterable[Piece],
-    loss_of: Callable[[Piece], Tensor],
+    losses_of_pieces: Iterable[Callable[[], Tensor]],
     *,
     lr: float,
     adam: AdamConfig,
 ) -> StepOutcome:
     """Add up the gradient over the pieces, clip it and step, unless something is not finite.
 
-    Then neither parameters nor moments have changed.
+    Then neither parameters nor moments have changed. A loss that was computed without gradient
+    counts for the value only.
     """
     optimizer.clear_gradients()
     losses: list[Tensor] = []
-    for piece in pieces:
-        loss = loss_of(piece)
-        loss.backward()
+    for loss_of_piece in losses_of_pieces:
+        loss = loss_of_piece()
+        if loss.requires_grad:
+            loss.backward()
         losses.append(loss.detach())
     if not losses:
         return StepOutcome(tokens=False, reason="no token that the policy chose")
@@ -117,7 +118,6 @@ def descend(
     if not math.isfinite(norm):
         return StepOutcome(total, norm, reason="gradient is not finite")
     optimizer.step(lr=lr, adam=adam)
-    optimizer.clear_gradients()
     return StepOutcome(total, norm)
 
 

@@ -14,9 +14,10 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 class AdamW:
     """The optimizer of one model.
 
-    Moments are allocated (zero) at construction, so that the state has one shape for life and is
-    loaded in place. Rates and coefficients are arguments of :meth:`step`: they belong to the
-    configuration and the schedule, and there is no second copy that could disagree.
+    Moments and gradients are allocated (zero) at construction, so that the state has one shape for
+    life and is loaded in place, and a batch that moves nothing still lets the moments decay. Rates
+    and coefficients are arguments of :meth:`step`: they belong to the configuration and the
+    schedule, and there is no second copy that could disagree.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,6 +27,7 @@ class AdamW:
         groups = [{"params": group} for group in (matrices, vectors) if group]
         self._torch = torch.optim.AdamW(groups, fused=True)
         for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
             self._torch.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
@@ -46,7 +48,7 @@ class AdamW:
             tensor.zero_()
 
     def clear_gradients(self) -> None:
-        self._torch.zero_grad(set_to_none=True)
+        self._torch.zero_grad(set_to_none=False)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale gradients down to a global norm of ``max_norm``; returns the norm before."""

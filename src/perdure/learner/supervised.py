@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -53,7 +54,9 @@ def imitate(
         limit=config.micro_batch_tokens,
         device=next(model.parameters()).device,
     )
-    outcome = descend(optimizer, pieces, loss_of, lr=lr, adam=supervised.adam)
+    outcome = descend(
+        optimizer, (partial(loss_of, piece) for piece in pieces), lr=lr, adam=supervised.adam
+    )
     if not outcome.taken:
         raise no_step(
             outcome,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,13 +52,19 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class _Trainee:
-    """A model in training: ``losses_of`` gives the loss of each chosen token of a piece."""
+    """A model in training.
+
+    Attributes:
+        losses_of: The loss of each chosen token of a piece.
+        moving_N: False for rows known to have no gradient; they are evaluated for metrics only.
+    """
 
     name: str
     optimizer: AdamW
     lr: float
     aggregation: Aggregation
     losses_of: Callable[[Piece], Tensor]
+    moving_N: np.ndarray[Any, np.dtype[np.bool_]]
     tally: Tally = field(default_factory=Tally)
 
 
@@ -81,6 +89,7 @@ def train_actor(plan: Plan, model: Transformer, optimizer: AdamW, *, temperature
             lr=plan.config.lr,
             aggregation=plan.config.loss_aggregation,
             losses_of=losses_of,
+            moving_N=_rows_that_move(plan),
             tally=tally,
         ),
     )
@@ -131,6 +140,7 @@ def train_critic(plan: Plan, model: ValueModel, optimizer: AdamW) -> Trained:
             lr=plan.config.value.lr,
             aggregation="token-mean",
             losses_of=losses_of,
+            moving_N=np.ones(plan.batch.tokens.rows, dtype=np.bool_),
         ),
     )
 
@@ -168,16 +178,32 @@ def _train(plan: Plan, trainee: _Trainee) -> Trained:
 
 def _step(plan: Plan, trainee: _Trainee, rows: IntArray) -> StepOutcome:
     weights_M = _loss_weights(plan.batch, rows, trainee.aggregation)
-    pieces = plan.batch.tokens.pieces(
-        rows, limit=plan.config.micro_batch_tokens, device=weights_M.device
+    cut = partial(
+        plan.batch.tokens.pieces, limit=plan.config.micro_batch_tokens, device=weights_M.device
     )
+    moving = trainee.moving_N[rows]
+    pieces = [(piece, True) for piece in cut(rows[moving])]
+    pieces += [(piece, False) for piece in cut(rows[~moving])]
+
+    def loss_of(piece: Piece, moves: bool) -> Tensor:
+        with torch.set_grad_enabled(moves):
+            return (trainee.losses_of(piece) * weights_M[piece.index_K]).sum()
+
     return descend(
         trainee.optimizer,
-        pieces,
-        lambda piece: (trainee.losses_of(piece) * weights_M[piece.index_K]).sum(),
+        (partial(loss_of, piece, moves) for piece, moves in pieces),
         lr=trainee.lr * plan.rate_factor,
         adam=plan.config.adam,
     )
+
+
+def _rows_that_move(plan: Plan) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Without a term of its own (entropy, divergence) a row of zero advantages has no gradient."""
+    config, batch = plan.config, plan.batch
+    penalised = config.kl.coef > 0 and config.kl.placement == "loss"
+    if config.entropy_coef > 0 or penalised:
+        return np.ones(batch.tokens.rows, dtype=np.bool_)
+    return batch.spread(plan.signals.advantages_M).ne(0).any(1).cpu().numpy()
 
 
 def _loss_weights(batch: UpdateBatch, rows: IntArray, aggregation: Aggregation) -> Tensor:
