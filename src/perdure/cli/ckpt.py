@@ -125,7 +125,7 @@ def _committed(storage: Storage) -> list[Checkpointed]:
     from perdure.experience import read_experience
 
     state, _ = read_experience(storage)
-    return list(state.checkpoints.values())
+    return list(state.checkpoints)
 
 
 def _verify(storage: Storage, record: Checkpointed) -> VerifyReport:

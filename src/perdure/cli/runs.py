@@ -19,17 +19,22 @@ def open_run(run_dir: Path) -> Storage:
 
     Raises:
         NothingToResumeError: There is no run; names the nearest one.
+        DamagedError: ``run.json`` is damaged, or missing from what is a run.
     """
-    if not (run_dir / RUN_FILE).is_file():
+    from perdure.experience import read_run
+    from perdure.storage import PosixStorage
+
+    storage = PosixStorage(run_dir)
+    try:
+        read_run(storage)
+    except NothingToResumeError as error:
         raise NothingToResumeError(
             "no run here",
             where=str(run_dir),
             rule=f"a run directory holds {RUN_FILE}",
             way_out=_way_out(run_dir),
-        )
-    from perdure.storage import PosixStorage
-
-    return PosixStorage(run_dir)
+        ) from error
+    return storage
 
 
 def new_run_dir(stem: str, parent: Path = RUNS_DIR) -> Path:

@@ -1,0 +1,162 @@
+"""The commands on a real, very small run: train, look, break, resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from perdure.cli.main import app
+
+RECIPE = """
+deterministic: true
+task: {name: sort_digits, digits: {min_digits: 2, max_digits: 2}}
+model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 2, head_dim: 8, intermediate_size: 16}
+learner: {supervised: {steps: 2, batch_size: 4}}
+rollout: {sessions_per_group: 2, max_new_tokens: 4, slots: 8}
+trainer: {total_steps: 2, train_batch_size: 2}
+validation: {every_steps: 1, prompts: 4}
+checkpoint: {every_steps: 1, warm_start_every_steps: 1}
+"""
+
+
+def run(*arguments: str | Path) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "r.yaml").write_text(RECIPE)
+    code, out, err = run("train", folder / "r.yaml", "--run", folder / "run")
+    assert (code, err) == (0, "")
+    assert "\nstep global_step=2 " in out
+    assert "\nheld-out accuracy 0." in out
+    return folder / "run"
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def test_the_run_leaves_its_files(trained: Path) -> None:
+    rows = [json.loads(x) for x in (trained / "metrics/steps.jsonl").read_text().splitlines()]
+    assert [row["global_step"] for row in rows] == [1, 2]
+    evaluations = (trained / "metrics/evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(row)["global_step"] for row in evaluations] == [0, 1, 2]
+    assert (trained / "curve.png").is_file()
+    assert list((trained / "tensorboard").iterdir())
+    events = [json.loads(x)["event"] for x in (trained / "events.jsonl").read_text().splitlines()]
+    assert {"claimed", "run_started", "step", "evaluated", "run_finished"} <= set(events)
+
+
+def test_a_run_is_not_started_twice(trained: Path) -> None:
+    code, _, err = run("train", trained.parent / "r.yaml", "--run", trained)
+    assert code == 2
+    assert f"go on with `perdure resume {trained}`" in err
+
+
+def test_resuming_a_finished_run_changes_no_row(copy: Path) -> None:
+    files = [copy / "metrics/steps.jsonl", copy / "metrics/evaluations.jsonl"]
+    before = [file.read_text() for file in files]
+    code, out, _ = run("resume", copy)
+    assert code == 0
+    assert "\nrun_finished " in out
+    assert [file.read_text() for file in files] == before
+
+
+def test_checkpoints_are_listed(trained: Path) -> None:
+    code, out, _ = run("ckpt", "list", trained)
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "step-00000001-1",
+        "step-00000002-1",
+    ]
+    listed = json.loads(run("ckpt", "list", trained, "--json")[1])
+    assert [row["step"] for row in listed["checkpoints"]] == [1, 2]
+    assert all(row["present"] for row in listed["checkpoints"])
+
+
+def test_checkpoints_are_verified(copy: Path) -> None:
+    code, out, _ = run("ckpt", "verify", copy)
+    assert code == 0
+    assert [line.split() for line in out.splitlines()] == [
+        ["step-00000001-1", "ok"],
+        ["step-00000002-1", "ok"],
+    ]
+    weights = next((copy / "checkpoints" / "step-00000002-1" / "model").iterdir())
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    code, out, err = run("ckpt", "verify", copy)
+    assert code == 5
+    assert "checksum" in out
+    assert "1 of 2 checkpoints are damaged: step-00000002-1" in err
+    report = json.loads(run("ckpt", "verify", copy, "step-00000001-1", "--json")[1])
+    assert report["checkpoints"] == [{"checkpoint": "step-00000001-1", "ok": True, "problems": {}}]
+    code, out, _ = run("ckpt", "show", copy)
+    assert (code, "DAMAGED" in out) == (0, True)
+
+
+def test_a_checkpoint_that_is_gone(copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints" / "step-00000002-1")
+    assert "step-00000002-1" in run("ckpt", "list", copy)[1]
+    assert "MISSING" in run("ckpt", "list", copy)[1]
+    assert run("ckpt", "verify", copy)[0] == 5
+    code, _, err = run("ckpt", "show", copy)
+    assert code == 5
+    assert "manifest.json: missing" in err
+
+
+def test_a_checkpoint_is_shown(trained: Path) -> None:
+    code, out, _ = run("ckpt", "show", trained)
+    assert code == 0
+    assert out.startswith("step-00000002-1 ")
+    assert "global_step 2" in out
+    assert ".safetensors" in out
+    shown = json.loads(run("ckpt", "show", trained, "step-00000001-1", "--json")[1])
+    assert shown["clocks"]["global_step"] == 1
+    assert shown["ok"] is True
+
+
+def test_a_mistyped_checkpoint_names_the_nearest(trained: Path) -> None:
+    code, _, err = run("ckpt", "show", trained, "step-00000009-1")
+    assert code == 6
+    assert "did you mean 'step-0000000" in err
+
+
+def test_damage_in_the_log_is_refused(copy: Path) -> None:
+    (log,) = (copy / "log").glob("control-000001-*.plog")
+    data = bytearray(log.read_bytes())
+    data[200] ^= 1
+    log.write_bytes(data)
+    for command in (["ckpt", "list"], ["resume"]):
+        code, _, err = run(*command, copy)
+        assert code == 5
+        assert log.name in err
+
+
+def test_the_audit_proves_a_run_and_compares_two(trained: Path, copy: Path) -> None:
+    code, out, err = run("audit", trained)
+    assert (code, err) == (0, ""), out
+    assert json.loads(run("audit", trained, "--json")[1])
+    assert run("audit", trained, "--diff", copy)[0] == 0
+
+
+def test_the_audit_finds_damage_and_difference(trained: Path, copy: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    code, _, _ = run("train", trained.parent / "r.yaml", "seed=2", "--run", other)
+    assert code == 0
+    code, out, err = run("audit", trained, "--diff", other)
+    assert code == 10
+    assert out
+    assert "the runs differ" in err
+    next((copy / "checkpoints" / "step-00000002-1" / "model").iterdir()).write_bytes(b"")
+    assert run("audit", copy)[0] == 5
