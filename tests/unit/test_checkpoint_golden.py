@@ -9,13 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 
 from perdure.checkpoint import (
     ArraysComponent,
+    CheckpointEngine,
     CheckpointReader,
     Choice,
+    MemoryLedger,
     Registry,
+    StagedInfo,
     ValuesComponent,
     choose,
     restore,
@@ -26,6 +30,7 @@ from perdure.checkpoint.torch_components import (
     RngComponent,
     SchedulerComponent,
 )
+from perdure.core.clock import SystemClock
 from perdure.core.events import ignore_events
 from perdure.core.faults import NoFaults
 from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
@@ -108,3 +113,29 @@ def test_format_1_components(run: PosixStorage) -> None:
     stored = CheckpointReader(run, choice.manifest).tensors("rng")
     for name, state in rng.state().tensors.items():
         np.testing.assert_array_equal(np.asarray(state), stored[name])
+
+
+def test_on_a_real_disk_other_tools_read_the_tensors(tmp_path: Path) -> None:
+    weights = {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}
+    registry = Registry()
+    registry.register("policy", ArraysComponent(weights), kind="model")
+    ledger = MemoryLedger()
+    engine = CheckpointEngine(
+        PosixStorage(tmp_path),
+        registry=registry,
+        ledger=ledger,
+        clock=SystemClock(),
+        faults=NoFaults(),
+        events=ignore_events,
+    )
+    info = StagedInfo(LogPosition(IncarnationNumber(1), 0, 0), {}, {}, "ppo", "", "")
+    for step in range(4):
+        name = CheckpointName("train", step, IncarnationNumber(1))
+        engine.stage(name, info=info, must=True)
+    engine.close()
+    folder = tmp_path / "checkpoints" / ledger.committed()[-1].directory
+    with safetensors.safe_open(folder / "model/policy.safetensors", framework="np") as file:
+        np.testing.assert_array_equal(file.get_tensor("w"), weights["w"])
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["latest.json", "step-00000002-1", "step-00000003-1"]
+    assert not list(tmp_path.rglob(".tmp-*"))

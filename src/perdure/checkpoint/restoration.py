@@ -118,13 +118,18 @@ def restore(
     faults.reach(FaultPoint.RESTORE_STARTED)
     reader = CheckpointReader(storage, choice.manifest)
     values = reader.values()
-    models_loaded = False
-    for entry in selected:
-        if entry.kind != "model" and not models_loaded:
-            models_loaded = True
-            faults.reach(FaultPoint.RESTORE_MODEL)
+
+    def load(entry: Entry) -> None:
         state = ComponentState(reader.tensors(entry.name), values.get(entry.name, {}))
         _load(entry, state, choice.manifest.components[entry.name])
+
+    for entry in selected:
+        if entry.kind == "model":
+            load(entry)
+    faults.reach(FaultPoint.RESTORE_MODEL)
+    for entry in selected:
+        if entry.kind != "model":
+            load(entry)
     _mark(storage, RESTORED, choice)
     storage.remove(RESTORING)
     faults.reach(FaultPoint.RESTORE_DONE)
