@@ -192,8 +192,8 @@ def _row(record: StepDone | Evaluated) -> Row:
     return {
         "global_step": int(record.global_step),
         "digest": record.digest,
-        "metrics": dict(record.metrics),
-        "timings_s": dict(record.timings_s),
+        "metrics": dict(sorted(record.metrics.items())),
+        "timings_s": dict(sorted(record.timings_s.items())),
     }
 
 
