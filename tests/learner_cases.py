@@ -12,7 +12,7 @@ from perdure.core.components import ComponentState
 from perdure.core.ids import GlobalStep, GroupId, LocalUpdate, PolicyVersion, SessionId, UpdateId
 from perdure.core.records import StopReason
 from perdure.core.trajectories import RewardedGroup, Segment, Trajectory
-from perdure.learner import LearnerConfig, LearnerSetup, LocalLearner
+from perdure.learner import Learner, LearnerConfig, LearnerSetup, LocalLearner
 from perdure.models import ModelConfig, Transformer, init_weights
 
 torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def random_groups(
     return made
 
 
-def save(learner: LocalLearner) -> dict[str, tuple[ComponentState, int]]:
+def save(learner: Learner) -> dict[str, tuple[ComponentState, int]]:
     """Copies of every component, as numpy arrays and plain values."""
     saved: dict[str, tuple[ComponentState, int]] = {}
     for name, component in learner.components().items():
@@ -109,6 +109,6 @@ def save(learner: LocalLearner) -> dict[str, tuple[ComponentState, int]]:
     return saved
 
 
-def restore(learner: LocalLearner, saved: Mapping[str, tuple[ComponentState, int]]) -> None:
+def restore(learner: Learner, saved: Mapping[str, tuple[ComponentState, int]]) -> None:
     for name, component in learner.components().items():
         component.load(*saved[name])

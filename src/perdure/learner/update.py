@@ -76,8 +76,7 @@ def train_actor(plan: Plan, model: Transformer, optimizer: AdamW, *, temperature
         logprobs_K, logprobs_KV = policy_logprobs(model, piece, temperature=temperature)
         losses_K = _surrogate_losses(plan, piece, logprobs_K, tally)
         coef = plan.config.entropy_coef
-        with torch.set_grad_enabled(coef > 0):
-            entropies_K = entropy(logprobs_KV)
+        entropies_K = entropy(logprobs_KV if coef > 0 else logprobs_KV.detach())
         tally.add("entropy", entropies_K)
         return losses_K - coef * entropies_K if coef > 0 else losses_K
 
