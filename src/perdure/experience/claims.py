@@ -145,6 +145,8 @@ def claim(
         StorageError: The storage refused.
     """
     run = read_run(storage)
+    # Whoever made the run may have died before these names were durable.
+    storage.sync_dir("")
     if run.run_id != run_id:
         raise DamagedError(
             f"this is run {run.run_id}", where=RUN_FILE, rule=f"run {run_id} was expected"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,8 +66,16 @@ class Committer:
                 acknowledged.
         """
         started_s = self._clock.monotonic_s()
-        self._commit_payloads(entries)
-        self._commit_controls(entries)
+        try:
+            self._commit_payloads(entries)
+            self._commit_controls(entries)
+        except StorageError:
+            # Bytes of a failed sync look sound in the page cache but may never reach the disk: only
+            # this writer can tell a later claimant not to count them. If the storage refuses that
+            # too, the claimant finds the end by itself.
+            with contextlib.suppress(StorageError):
+                self.seal()
+            raise
         require_unfenced(self._storage, self._claim.incarnation)
         fields: dict[str, object] = {
             "records": sum((e.control is not None) + (e.payload is not None) for e in entries),

@@ -16,13 +16,13 @@ from perdure.core.records import SegmentOpened, Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.format import RecordHeader, parse_record
 from perdure.experience.segments import (
-    LOG_DIR,
     SegmentName,
     SegmentScan,
     check_place,
     damage,
     read_opening,
     scan_segment,
+    segments_of,
     walk_records,
 )
 
@@ -109,17 +109,12 @@ def stream_segments(
     Raises:
         DamagedError: A number below the highest is missing.
     """
-    parsed = (SegmentName.parse(file) for file in storage.list(LOG_DIR))
-    found = {
-        name.segment: name
-        for name in parsed
-        if name is not None and (name.incarnation, name.stream) == (incarnation, stream)
-    }
+    found = {name.segment: name for name in segments_of(storage, incarnation, [stream])}
     for number in range(max(found, default=-1)):
         if number not in found:
             missing = SegmentName(incarnation, stream, number)
             raise damage(missing, 0, "the file is missing", rule="segment numbers have no gaps")
-    return [found[number] for number in sorted(found)]
+    return list(found.values())
 
 
 def _scan_stream(

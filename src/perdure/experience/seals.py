@@ -17,7 +17,7 @@ from perdure.core.ids import IncarnationNumber
 from perdure.core.records import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.scan import Extent, Span, Tail, map_segment, scan_incarnation
-from perdure.experience.segments import LOG_DIR, SegmentName, damage
+from perdure.experience.segments import LOG_DIR, SegmentName, damage, segments_of
 
 SEAL_DIR = "seals"
 FORMAT = 1
@@ -87,17 +87,20 @@ def read_seal(storage: Storage, incarnation: IncarnationNumber, *, run_id: str) 
     Raises:
         DamagedError: The seal is damaged, or is missing although a later incarnation has segments.
     """
-    files = storage.list(LOG_DIR)
     path = seal_path(incarnation)
     if not storage.exists(path):
-        if any(name.incarnation > incarnation for name in _parsed(files)):
-            raise DamagedError(
-                "the file is missing",
-                where=path,
-                rule="an incarnation below one that has segments is sealed",
-                way_out=_COPY,
-            )
-        return None
+        # A claimant may be sealing now: look for the seal once more after the listing.
+        names = (SegmentName.parse(file) for file in storage.list(LOG_DIR))
+        later = any(name is not None and name.incarnation > incarnation for name in names)
+        if not storage.exists(path):
+            if later:
+                raise DamagedError(
+                    "the file is missing",
+                    where=path,
+                    rule="an incarnation below one that has segments is sealed",
+                    way_out=_COPY,
+                )
+            return None
     value = sealed_json.decode(storage.read(path), where=path, newest_format=FORMAT)
     if value.get("run_id") != run_id or value.get("incarnation") != incarnation:
         raise DamagedError(
@@ -140,14 +143,9 @@ def read_extent(storage: Storage, incarnation: IncarnationNumber, *, run_id: str
             raise damage(span.name, 0, "wrong checksum", rule=f"sealed in {seal_path(incarnation)}")
         ends[span.name] = span.valid_end
     tails: list[Tail] = []
-    for name in _parsed(storage.list(LOG_DIR)):
-        if name.incarnation == incarnation:
-            end = ends.get(name, 0)
-            size = storage.size(name.path)
-            if size > end:
-                tails.append(Tail(name, end, size - end))
+    for name in segments_of(storage, incarnation):
+        end = ends.get(name, 0)
+        size = storage.size(name.path)
+        if size > end:
+            tails.append(Tail(name, end, size - end))
     return Extent(incarnation, seal.control, seal.payload, tuple(tails), sealed=True)
-
-
-def _parsed(files: list[str]) -> list[SegmentName]:
-    return [name for file in files if (name := SegmentName.parse(file)) is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber
 from perdure.core.records import RecordType, SegmentOpened, Stream, record_from_fields
+from perdure.core.storage_api import Storage
 from perdure.experience.format import (
     ALIGNMENT,
     MAGIC,
@@ -49,6 +50,16 @@ class SegmentName:
             return None
         name = cls(IncarnationNumber(int(match[2])), Stream(match[1]), int(match[3]))
         return name if name.file == file else None
+
+
+def segments_of(
+    storage: Storage, incarnation: IncarnationNumber, streams: Sequence[Stream] = tuple(Stream)
+) -> list[SegmentName]:
+    """Segments of an incarnation that exist, by stream and number."""
+    prefixes = tuple(f"{stream.value}-{incarnation:06d}-" for stream in streams)
+    files = (file for file in storage.list(LOG_DIR) if file.startswith(prefixes))
+    names = [name for file in files if (name := SegmentName.parse(file)) is not None]
+    return sorted(names, key=lambda name: (name.stream.value, name.segment))
 
 
 @dataclass(frozen=True, slots=True)

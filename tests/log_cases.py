@@ -1,0 +1,187 @@
+"""Small logs for tests of the log: a run, a claimed inline writer, records told apart by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from perdure.core.clock import ManualClock
+from perdure.core.events import EventSink, ignore_events
+from perdure.core.faults import FaultHook, NoFaults
+from perdure.core.ids import (
+    GlobalStep,
+    GroupId,
+    IncarnationNumber,
+    LogPosition,
+    PayloadRef,
+    PolicyVersion,
+    SessionId,
+)
+from perdure.core.records import (
+    Closed,
+    ControlRecord,
+    IncarnationStarted,
+    SessionDone,
+    StopReason,
+    Submitted,
+)
+from perdure.core.storage_api import Storage
+from perdure.core.trajectories import Segment, Trajectory
+from perdure.experience.claims import (
+    Claim,
+    Holder,
+    RunInfo,
+    claim,
+    create_run,
+    highest_incarnation,
+    newest_started,
+)
+from perdure.experience.entries import Entry
+from perdure.experience.payloads import PayloadReader, trajectory_payload
+from perdure.experience.reader import LineageLog, read_lineage
+from perdure.experience.writer import LogOptions, LogWriter
+
+RUN_ID = "0123456789abcdef0123456789abcdef"
+HOLDER = Holder("host", 1)
+NO_REF = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
+FLUSH_S = 60.0
+
+
+def make_run(storage: Storage) -> RunInfo:
+    return create_run(storage, RunInfo(RUN_ID, 1.0, {"perdure": "test"}, "config", "data"))
+
+
+def make_claim(
+    storage: Storage, *, faults: FaultHook | None = None, take_over: bool = False
+) -> Claim:
+    return claim(
+        storage,
+        run_id=RUN_ID,
+        clock=ManualClock(),
+        faults=faults or NoFaults(),
+        take_over=take_over,
+        info=HOLDER,
+    )
+
+
+def open_writer(
+    storage: Storage,
+    claimed: Claim,
+    *,
+    faults: FaultHook | None = None,
+    events: EventSink = ignore_events,
+    segment_bytes: int = 2**20,
+    tries: int = 3,
+) -> LogWriter:
+    return LogWriter(
+        storage,
+        claim=claimed,
+        clock=ManualClock(),
+        faults=faults or NoFaults(),
+        options=LogOptions(threaded=False, segment_bytes=segment_bytes, tries=tries),
+        events=events,
+    )
+
+
+def started(claimed: Claim, base_position: LogPosition | None = None) -> Entry:
+    record = IncarnationStarted(claimed.incarnation, claimed.parent, base_position=base_position)
+    return Entry(record)
+
+
+def submitted(group: int) -> Entry:
+    record = Submitted(
+        GroupId(group),
+        GlobalStep(1),
+        sessions=1,
+        prompt_ids=(group, 2, 3),
+        task="digits",
+        answer=str(group),
+        dataset_digest="d",
+        data_index=group,
+    )
+    return Entry(record)
+
+
+def trajectory(group: int, tokens: int = 5) -> Trajectory:
+    return Trajectory(
+        session=SessionId(GroupId(group), 0),
+        prompt_ids_P=np.arange(group, group + 3, dtype=np.int32),
+        response_ids_T=np.arange(tokens, dtype=np.int32) + group,
+        logprobs_T=-np.arange(tokens, dtype=np.float32) / 8 - group,
+        loss_mask_T=np.ones(tokens, np.uint8),
+        segments=(Segment(PolicyVersion(1), 0, tokens),),
+        stop_reason=StopReason.STOP,
+    )
+
+
+def session_done(group: int, tokens: int = 5) -> Entry:
+    record = SessionDone(
+        SessionId(GroupId(group), 0),
+        NO_REF,
+        reward=0.5,
+        stop_reason=StopReason.STOP,
+        tokens=tokens,
+        first_version=PolicyVersion(1),
+        last_version=PolicyVersion(1),
+    )
+    return Entry(record, trajectory_payload(trajectory(group, tokens)))
+
+
+def key_of(entry: Entry) -> str:
+    assert entry.control is not None
+    return entry.control.key()
+
+
+@dataclass
+class History:
+    """What writers were asked to append, and what they acknowledged, in order."""
+
+    asked: list[str] = field(default_factory=list)
+    acknowledged: list[str] = field(default_factory=list)
+
+    def append(self, writer: LogWriter, entries: Sequence[Entry]) -> Future[LogPosition]:
+        keys = [key_of(entry) for entry in entries]
+        self.asked += keys
+        future = writer.append(entries)
+        future.add_done_callback(lambda done: self._done(done, keys))
+        return future
+
+    def _done(self, future: Future[LogPosition], keys: list[str]) -> None:
+        if future.exception() is None:
+            self.acknowledged += keys
+
+
+def read_head(storage: Storage) -> LineageLog:
+    """The lineage of the newest incarnation that started, without claiming."""
+    return read_lineage(
+        storage, newest_started(storage, run_id=RUN_ID, below=highest_incarnation(storage) + 1)
+    )
+
+
+def kept_keys(log: LineageLog) -> list[str]:
+    """Keys of what was asked for: without the records that the writer adds."""
+    return [record.key() for _, record in log.records if not isinstance(record, Closed)]
+
+
+def check_contents(storage: Storage, log: LineageLog) -> None:
+    """Every record and every array is exactly what was appended."""
+    reader = PayloadReader(storage)
+    for _, record in log.records:
+        if isinstance(record, SessionDone):
+            expected = trajectory(record.session.group, record.tokens)
+            found = reader.trajectory(record.payload)
+            assert found.session == expected.session
+            assert found.segments == expected.segments
+            np.testing.assert_array_equal(found.prompt_ids_P, expected.prompt_ids_P)
+            np.testing.assert_array_equal(found.response_ids_T, expected.response_ids_T)
+            np.testing.assert_array_equal(found.logprobs_T, expected.logprobs_T)
+            np.testing.assert_array_equal(found.loss_mask_T, expected.loss_mask_T)
+        elif isinstance(record, Submitted):
+            assert record == submitted(record.group).control
+
+
+def controls(log: LineageLog) -> list[ControlRecord]:
+    return [record for _, record in log.records]

@@ -1,0 +1,121 @@
+"""Every flipped bit of a small log is damage, or cuts a batch that nothing vouches for."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from log_cases import (
+    FLUSH_S,
+    kept_keys,
+    make_claim,
+    make_run,
+    open_writer,
+    read_head,
+    session_done,
+    started,
+    submitted,
+)
+
+from perdure.core.errors import DamagedError, FutureFormatError
+from perdure.storage import MemoryStorage
+
+CONTROL = "log/control-000001-000000.plog"
+PAYLOAD = "log/payload-000001-000000.plog"
+
+
+def _write(storage: MemoryStorage, *, close: bool) -> None:
+    make_run(storage)
+    claimed = make_claim(storage)
+    writer = open_writer(storage, claimed)
+    writer.append([started(claimed), submitted(0)])
+    writer.flush(FLUSH_S)
+    writer.append([session_done(0)])
+    writer.flush(FLUSH_S)
+    writer.append([submitted(1)])
+    writer.flush(FLUSH_S)
+    if close:
+        writer.close("done")
+
+
+@functools.cache
+def _log(*, close: bool) -> tuple[dict[str, bytes], list[str]]:
+    storage = MemoryStorage()
+    _write(storage, close=close)
+    return storage.files(), kept_keys(read_head(storage))
+
+
+def _flips(path: str, *, close: bool, stride: int) -> tuple[int, int]:
+    """Flip bits one at a time; return how many were damage and how many a tail."""
+    files, whole = _log(close=close)
+    storage = MemoryStorage()
+    _write(storage, close=close)
+    data = files[path]
+    damaged = cut = 0
+    for bit in range(0, 8 * len(data), stride):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        storage.damage(path, bytes(flipped))
+        try:
+            log = read_head(storage)
+        except (DamagedError, FutureFormatError) as error:
+            assert path in str(error)
+            damaged += 1
+            continue
+        kept = kept_keys(log)
+        assert kept == whole[: len(kept)]
+        assert [(tail.name.path, tail.size > 0) for tail in log.report.tails] == [(path, True)]
+        assert log.report.tails[0].offset <= bit // 8
+        cut += 1
+    return damaged, cut
+
+
+def test_log_flip_in_control_is_damage_or_cuts_the_last_batch() -> None:
+    files, whole = _log(close=False)
+    end = len(files[CONTROL])
+    last_record = end - _end_without(1)
+    assert kept_keys(read_head(_without_tail(1))) == whole[:-1]
+    _, cut = _flips(CONTROL, close=False, stride=3)
+    assert cut == len([bit for bit in range(0, 8 * end, 3) if bit // 8 >= end - last_record])
+
+
+def _without_tail(size: int) -> MemoryStorage:
+    storage = MemoryStorage()
+    _write(storage, close=False)
+    storage.damage(CONTROL, storage.files()[CONTROL][:-size])
+    return storage
+
+
+def test_log_flip_in_payload_that_control_vouches_for_is_damage() -> None:
+    assert _flips(PAYLOAD, close=False, stride=3)[1] == 0
+
+
+def _end_without(size: int) -> int:
+    end = read_head(_without_tail(size)).end
+    assert end is not None
+    return end.offset
+
+
+@pytest.mark.parametrize("path", [CONTROL, PAYLOAD])
+def test_log_flip_in_a_sealed_log_is_damage(path: str) -> None:
+    assert _flips(path, close=True, stride=5)[1] == 0
+
+
+@pytest.mark.parametrize("path", ["seals/1.json", "run.json"])
+def test_log_flip_in_sealed_json_is_noticed(path: str) -> None:
+    storage = MemoryStorage()
+    _write(storage, close=True)
+    data = storage.files()[path]
+    whole = kept_keys(read_head(storage))
+    noticed = 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        storage.damage(path, bytes(flipped))
+        try:
+            # A flip between two kinds of white space says the same.
+            assert kept_keys(read_head(storage)) == whole
+        except (DamagedError, FutureFormatError) as error:
+            assert path in str(error)
+            noticed += 1
+    assert noticed > 7 * len(data)
