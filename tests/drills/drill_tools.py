@@ -18,7 +18,6 @@ from perdure.audit import audit_run, diff_runs
 HERE = Path(__file__).parent
 RECIPE = HERE / "drill_recipe.yaml"
 KILLED = -9
-MAX_RESUMES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,47 +25,70 @@ class Ended:
     """How one process of a run ended."""
 
     status: int
-    hits: dict[str, int]
     log: str
+    when_stopped: Ended | None = None
+    """How the process ended that ran while this one was stopped."""
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Fault points it passed; only of a process that was not killed."""
+        line = next(line for line in reversed(self.log.splitlines()) if line.startswith("HITS "))
+        return json.loads(line.removeprefix("HITS "))
+
+
+def command(
+    action: str,
+    run: Path,
+    *,
+    plan: list[dict[str, Any]] | None = None,
+    kill_after_s: float | None = None,
+    overrides: tuple[str, ...] = (),
+    take_over: bool = False,
+    when_stopped: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A command for ``fork_server.py``."""
+    return {
+        "action": action,
+        "run": str(run),
+        "log": f"{run}.child.log",
+        "recipe": str(RECIPE),
+        "overrides": list(overrides),
+        "plan": plan or [],
+        "kill_after_s": kill_after_s,
+        "take_over": take_over,
+        "when_stopped": when_stopped,
+    }
+
+
+def ended_of(answer: dict[str, Any]) -> Ended:
+    inner = answer["when_stopped"]
+    return Ended(answer["status"], answer["log"], ended_of(inner) if inner else None)
 
 
 class ForkServer:
     """Runs ``train`` and ``resume`` in forked children that may be killed."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "fork_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(
-        self,
-        action: str,
-        run: Path,
-        *,
-        recipe: Path = RECIPE,
-        plan: list[dict[str, Any]] | None = None,
-        kill_after_s: float | None = None,
-        overrides: tuple[str, ...] = (),
-    ) -> Ended:
-        command = {
-            "action": action,
-            "run": str(run),
-            "recipe": str(recipe),
-            "overrides": list(overrides),
-            "plan": plan or [],
-            "kill_after_s": kill_after_s,
-        }
+    def run(self, action: str, run: Path, **options: Any) -> Ended:
+        (ended,) = self.run_together([command(action, run, **options)])
+        return ended
+
+    def run_together(self, commands: list[dict[str, Any]]) -> list[Ended]:
+        """Run commands side by side, one process each."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.write(json.dumps(commands) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        return Ended(answer["status"], answer["hits"], answer["log"])
+        answers = json.loads(self._process.stdout.readline())
+        return [ended_of(answer) for answer in answers]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -76,14 +98,10 @@ class ForkServer:
         self._process.stdout.close()
 
 
-def resume_to_end(server: ForkServer, run: Path) -> int:
-    """Resume without faults until the run is complete; returns how many resumes it took."""
-    for count in range(1, MAX_RESUMES + 1):
-        ended = server.run(next_action(run), run)
-        if ended.status == 0:
-            return count
-        assert ended.status == KILLED, ended.log
-    raise AssertionError(f"not complete after {MAX_RESUMES} resumes")
+def run_to_end(server: ForkServer, run: Path, **options: Any) -> None:
+    """Train or resume without faults until the run is complete."""
+    ended = server.run(next_action(run), run, **options)
+    assert ended.status == 0, ended.log
 
 
 def next_action(run: Path) -> str:
@@ -97,17 +115,18 @@ def assert_same_training(run: Path, reference: Path) -> None:
     assert report.ok, "\n".join(report.summary_lines())
     difference = diff_runs(reference, run)
     assert difference.ok, "\n".join(difference.summary_lines())
-    assert final_tensors(run).keys() == final_tensors(reference).keys()
-    for name, array in final_tensors(reference).items():
-        np.testing.assert_array_equal(final_tensors(run)[name], array, err_msg=name)
+    expected, found = final_tensors(reference), final_tensors(run)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
     for file in ("steps.jsonl", "evaluations.jsonl"):
         assert metric_rows(run / "metrics" / file) == metric_rows(reference / "metrics" / file)
 
 
 def final_tensors(run: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All tensors (model and optimizer) of the newest training checkpoint."""
+    """All tensors (model, optimizer, generators) of the newest training checkpoint."""
     newest = max(
-        (path for path in (run / "checkpoints").glob("*/manifest.json")),
+        (run / "checkpoints").glob("*/manifest.json"),
         key=lambda path: json.loads(path.read_text())["clocks"]["global_step"],
     ).parent
     tensors: dict[str, np.ndarray[Any, Any]] = {}

@@ -1,11 +1,14 @@
-"""A process that has torch and perdure imported and forks one child per command.
+"""A process that has torch and perdure imported and forks children on command.
 
-Started by :mod:`drill_tools`; reads one JSON command per line on stdin, answers one JSON line on
-stdout. A kill then costs milliseconds instead of an import.
+Started by :class:`drill_tools.ForkServer`. Reads one JSON list of commands per line on stdin, runs
+them side by side in children, and answers one JSON list per line on stdout. A kill then costs
+milliseconds instead of an import.
 
-Command: ``{"action": "train"|"resume", "run": dir, "recipe": path, "overrides": [...],
-"plan": [fault rules], "kill_after_s": seconds or null, "take_over": bool}``.
-Answer: ``{"status": exit code or -signal, "hits": {...}, "log": text}``.
+Command: ``{"action": "train"|"resume", "run": dir, "log": path, "recipe": path, "overrides": [...],
+"plan": [fault rules], "kill_after_s": seconds or null, "take_over": bool,
+"when_stopped": another command or null}``. When a child stops itself (a fault rule with action
+``stop``), the other command is run to its end, and then the child is continued.
+Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``.
 """
 
 from __future__ import annotations
@@ -24,63 +27,78 @@ from perdure.core.errors import PerdureError
 from perdure.core.faults import FaultPlan
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
+from perdure.trainers.launch import Injected
 
-DEADLINE_S = 120.0
+DEADLINE_S = 180.0
 
 
 def main() -> None:
     for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), flush=True)
+        sys.stdout.write(json.dumps(serve(json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
-def serve(command: dict[str, Any]) -> dict[str, Any]:
-    """Fork, run the command in the child, kill it when asked to, and report how it ended."""
-    log_path = Path(command["run"] + ".child.log")
-    hits_path = Path(command["run"] + ".hits.json")
-    hits_path.unlink(missing_ok=True)
-    child = os.fork()
-    if child == 0:
-        run_child(command, log_path, hits_path)
-    status = wait(child, command.get("kill_after_s"))
-    hits = json.loads(hits_path.read_text()) if hits_path.exists() else {}
-    return {"status": status, "hits": hits, "log": log_path.read_text()[-4000:]}
+def serve(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fork one child per command, kill those that are to be killed, report how each ended."""
+    children: dict[int, dict[str, Any]] = {}
+    for command in commands:
+        child = os.fork()
+        if child == 0:
+            run_child(command)
+        children[child] = command
+    answers = wait(children)
+    return [
+        {**answers[child], "log": Path(command["log"]).read_text()[-4000:]}
+        for child, command in children.items()
+    ]
 
 
-def wait(child: int, kill_after_s: float | None) -> int:
+def wait(children: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     started_s = time.monotonic()
-    killed = False
-    while True:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid == child:
-            return os.waitstatus_to_exitcode(status)
+    answers: dict[int, dict[str, Any]] = {child: {"when_stopped": None} for child in children}
+    running = set(children)
+    killed: set[int] = set()
+    while running:
         elapsed_s = time.monotonic() - started_s
-        if not killed and kill_after_s is not None and elapsed_s >= kill_after_s:
-            os.kill(child, signal.SIGKILL)
-            killed = True
-        if elapsed_s > DEADLINE_S:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise TimeoutError(f"child ran longer than {DEADLINE_S} s")
+        for child in sorted(running):
+            pid, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+            if pid == child and os.WIFSTOPPED(status):
+                (answers[child]["when_stopped"],) = serve([children[child]["when_stopped"]])
+                os.kill(child, signal.SIGCONT)
+            elif pid == child:
+                answers[child]["status"] = os.waitstatus_to_exitcode(status)
+                running.discard(child)
+            elif child not in killed and is_due(children[child], elapsed_s):
+                os.kill(child, signal.SIGKILL)
+                killed.add(child)
         time.sleep(0.001)
+    return answers
 
 
-def run_child(command: dict[str, Any], log_path: Path, hits_path: Path) -> None:
+def is_due(command: dict[str, Any], elapsed_s: float) -> bool:
+    """Whether the child is to be killed now, or has run too long."""
+    kill_after_s = command["kill_after_s"]
+    return elapsed_s > DEADLINE_S or (kill_after_s is not None and elapsed_s >= kill_after_s)
+
+
+def run_child(command: dict[str, Any]) -> None:
     """Never returns: the child leaves through ``os._exit``."""
     code = 1
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(command["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    plan = FaultPlan.from_json(json.dumps(command.get("plan", [])))
+    plan = FaultPlan.from_json(json.dumps(command["plan"]))
     try:
         run_command(command, plan)
         code = 0
     except PerdureError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.stdout.write(f"{type(error).__name__}: {error}\n")
         code = error.exit_code
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the child has no caller; its traceback is its report
         traceback.print_exc()
     finally:
-        hits_path.write_text(json.dumps({point.value: n for point, n in plan.hits.items()}))
+        hits = {point.value: count for point, count in plan.hits.items()}
+        sys.stdout.write(f"HITS {json.dumps(hits)}\n")
         sys.stdout.flush()
         os._exit(code)
 
@@ -88,10 +106,10 @@ def run_child(command: dict[str, Any], log_path: Path, hits_path: Path) -> None:
 def run_command(command: dict[str, Any], plan: FaultPlan) -> None:
     run = Path(command["run"])
     if command["action"] == "train":
-        config = load_config(RunConfig, Path(command["recipe"]), command.get("overrides", []))
-        launch.train(config, run, faults=plan)
+        config = load_config(RunConfig, Path(command["recipe"]), command["overrides"])
+        launch.train(config, run, injected=Injected(faults=plan))
     else:
-        launch.resume(run, take_over=command.get("take_over", False), faults=plan)
+        launch.resume(run, take_over=command["take_over"], injected=Injected(faults=plan))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,12 @@ class TrainContext:
     held_out: list[Prompt]
     distrusted: frozenset[str]
     """Checkpoint directories that failed verification in this incarnation."""
+    rows_upto: int
+    """Highest global step whose row is in the metrics files."""
     last_checkpoint_s: float
     """Monotonic time of the last staging (of the start, before the first)."""
+    staged: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+    """Phase and step of what this incarnation has staged."""
     step_groups: list[RewardedGroup] = field(default_factory=list[RewardedGroup])
     """Groups trained so far in the step in progress."""
     step_updates: list[LocalUpdateResult] = field(default_factory=list[LocalUpdateResult])

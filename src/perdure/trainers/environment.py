@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import platform
+import random
 from importlib import metadata
 
+import numpy as np
 import torch
 
 from perdure import __version__
+from perdure.core.keyed_random import seed_63
 from perdure.trainers.config import RunConfig
 
 
 def fix_arithmetic(config: RunConfig) -> None:
-    """Set thread count and, in deterministic mode, torch's deterministic algorithms."""
+    """Set thread count, torch's deterministic algorithms if asked for, and the global generators.
+
+    Perdure draws nothing from the global generators; user code (a reward function) may.
+    """
     torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
+    seed = seed_63(config.seed, "global generators")
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def machine_description() -> dict[str, str]:

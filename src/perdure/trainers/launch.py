@@ -7,6 +7,7 @@ import signal
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.config import config_digest, load_config, render_yaml
@@ -14,7 +15,6 @@ from perdure.core.clock import Clock, SystemClock
 from perdure.core.errors import (
     ConfigError,
     DamagedError,
-    NothingToResumeError,
     RunBusyError,
     StoppedError,
 )
@@ -37,13 +37,28 @@ MODES: dict[str, Callable[[TrainContext], Awaitable[None]]] = {"sync": sync.run}
 """Trainer mode → its loop."""
 
 
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """Time, faults and storage of a run; tests and drills put in their own.
+
+    Attributes:
+        storage: None means the real disk below the run directory.
+    """
+
+    clock: Clock = field(default_factory=SystemClock)
+    faults: FaultHook = field(default_factory=NoFaults)
+    storage: Storage | None = None
+
+    def storage_of(self, run_dir: Path) -> Storage:
+        return self.storage or PosixStorage(run_dir, faults=self.faults)
+
+
 def train(
     config: RunConfig,
     run_dir: Path,
     *,
     display: EventSink = ignore_events,
-    faults: FaultHook | None = None,
-    clock: Clock | None = None,
+    injected: Injected | None = None,
 ) -> None:
     """Create a run in ``run_dir`` and train it to the end.
 
@@ -55,13 +70,12 @@ def train(
     """
     task = make_task(config.task, config.seed)
     _check_fit(config, task)
-    hook = faults or NoFaults()
-    storage = PosixStorage(run_dir, faults=hook)
+    injected = injected or Injected()
+    storage = injected.storage_of(run_dir)
     storage.make_dirs("")
-    clock = clock or SystemClock()
-    _create(storage, run_dir, config=config, task=task, clock=clock)
+    _create(storage, run_dir, config=config, task=task, clock=injected.clock)
     _execute(
-        Launch(run_dir, config, task, storage, clock, hook, display),
+        Launch(run_dir, config, task, storage, injected.clock, injected.faults, display),
     )
 
 
@@ -71,8 +85,7 @@ def resume(
     take_over: bool = False,
     redo: bool = True,
     display: EventSink = ignore_events,
-    faults: FaultHook | None = None,
-    clock: Clock | None = None,
+    injected: Injected | None = None,
 ) -> None:
     """Go on with the run in ``run_dir`` as if nothing had happened.
 
@@ -84,22 +97,15 @@ def resume(
         RedoDivergedError: Deterministic mode and a redone step differs from its record.
         StoppedError: SIGTERM came; ``resume`` goes on.
     """
-    if not (run_dir / "run.json").exists():
-        raise NothingToResumeError(
-            "no run here",
-            where=str(run_dir),
-            rule="a run directory holds run.json",
-            way_out="start one with `perdure train RECIPE --run DIR`",
-        )
-    hook = faults or NoFaults()
-    storage = PosixStorage(run_dir, faults=hook)
+    injected = injected or Injected()
+    storage = injected.storage_of(run_dir)
     info = read_run(storage)
     config = _recorded_config(run_dir, info)
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
-    clock = clock or SystemClock()
+    clock, faults = injected.clock, injected.faults
     _execute(
-        Launch(run_dir, config, task, storage, clock, hook, display, take_over, redo),
+        Launch(run_dir, config, task, storage, clock, faults, display, take_over, redo),
     )
 
 
@@ -109,7 +115,7 @@ def _execute(launch: Launch) -> None:
 
 
 async def _until_stopped(launch: Launch) -> None:
-    """One incarnation. SIGTERM cancels it at the next await; the log is closed and redo does the rest."""
+    """One incarnation. SIGTERM cancels it at the next await and closes the log; redo does the rest."""
     stopped = False
     task = asyncio.current_task()
     assert task is not None
@@ -189,7 +195,7 @@ def _recorded_config(run_dir: Path, info: RunInfo) -> RunConfig:
 
 
 def _check_fit(config: RunConfig, task: Task) -> None:
-    """Rules that need the task's data."""
+    """Rules that need the task's data: answers fit, and there are enough held-out prompts."""
     if config.rollout.max_new_tokens < task.max_answer_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}",
@@ -197,3 +203,4 @@ def _check_fit(config: RunConfig, task: Task) -> None:
             rule=f"right answers need up to {task.max_answer_tokens} tokens",
             way_out=f"set rollout.max_new_tokens={task.max_answer_tokens}",
         )
+    task.held_out(config.validation.prompts)

@@ -1,7 +1,7 @@
 """One incarnation of a run, from the claim to the close: the order of recovery (spec H2).
 
-Claim (fences) → verify and choose → restore model, optimizer, schedule, counters, generators → sanity
-check → announce the incarnation in the log → warm start → redo → publish → mode loop.
+Claim (fences) → verify and choose → restore model, optimizer, schedule, counters, generators →
+sanity check → announce the incarnation in the log → warm start → redo → publish → mode loop.
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def _open(
         progress=progress,
         held_out=launch.task.held_out(prompts) if prompts else [],
         distrusted=frozenset(d for d, _ in choice.skipped) if choice else frozenset(),
+        rows_upto=store.state.last_step,
         last_checkpoint_s=launch.clock.monotonic_s(),
     )
 
@@ -192,11 +193,11 @@ def _start(
 ) -> ExperienceStore:
     """Announce the incarnation: which checkpoint it stands on and how far it will redo."""
     beyond = [update for update in claimed.state.taken if update.global_step > progress.global_step]
-    rewind = choice is not None and not launch.redo
+    rewind_to = choice.manifest.info.position if choice and not launch.redo else None
     return claimed.start(
         base_checkpoint=choice.directory if choice else "",
-        base_position=choice.manifest.info.position if rewind else None,
-        redo_until=max(beyond) if beyond and not rewind else None,
+        base_position=rewind_to,
+        redo_until=max(beyond) if beyond and rewind_to is None else None,
         config_digest=digest,
     )
 

@@ -20,7 +20,8 @@ async def redo(ctx: TrainContext) -> None:
     """Train every ``taken`` batch beyond the progress again.
 
     Consumes the log; produces ``redone`` records and the due checkpoints. Ends behind the last
-    logged local update, which may be in the middle of a step. Cancellation is harmless: the next
+    logged local update, which may be in the middle of a step. Batches that were set aside as poison
+    are passed over. Cancellation is harmless: the next
     incarnation redoes again.
 
     Raises:
@@ -30,11 +31,14 @@ async def redo(ctx: TrainContext) -> None:
     if not updates:
         return
     started_s = ctx.clock.monotonic_s()
-    fields = {"from_step": updates[0].global_step, "to_step": updates[-1].global_step}
-    ctx.events("redo_started", fields)
+    first, last = updates[0].global_step, updates[-1].global_step
+    ctx.events("redo_started", {"from_step": first, "to_step": last})
     for update in updates:
         ctx.faults.reach(FaultPoint.REDO_STEP)
-        await local_update(ctx, update, await take_groups(ctx, update))
+        if ctx.store.state.is_poisoned(update):
+            ctx.progress.local_updates += 1
+        else:
+            await local_update(ctx, update, await take_groups(ctx, update))
         logged = ctx.store.state.step_done.get(update.global_step)
         complete = ctx.progress.local_updates == ctx.config.trainer.local_updates_per_step
         if complete and logged is not None:

@@ -13,10 +13,10 @@ from perdure.trainers.context import TrainContext
 async def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     """Stage after ``step`` every N steps or T seconds, whichever comes first.
 
-    Steps 0 and the last are always due. The first and the last checkpoint are waited for; the others become durable in the background,
-    and one is skipped when both arenas are busy.
+    Steps 0 and the last are always due, and waited for. The others become durable in the
+    background, and one is skipped when both arenas are busy.
     """
-    if any(c.phase == "train" and c.step == step for c in _trusted(ctx)):
+    if ("train", step) in ctx.staged | {(c.phase, c.step) for c in _trusted(ctx)}:
         return
     config = ctx.config.checkpoint
     edge = step in (0, ctx.config.trainer.total_steps)
@@ -61,6 +61,7 @@ async def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, wait: bo
         await asyncio.to_thread(ctx.checkpoints.stage, name, info=info, must=True)
     else:
         ctx.checkpoints.stage(name, info=info)
+    ctx.staged.add((phase, step))
     ctx.last_checkpoint_s = ctx.clock.monotonic_s()
 
 

@@ -12,7 +12,12 @@ from perdure.learner.api import LocalUpdateResult
 
 
 def rollout_metrics(groups: Sequence[RewardedGroup]) -> dict[str, float]:
-    """Rewards, lengths (tokens) and version spans of the step's trajectories."""
+    """Rewards, lengths (tokens) and version spans of the step's trajectories.
+
+    Empty when every batch of the step was set aside.
+    """
+    if not groups:
+        return {}
     rewards = np.array([reward for group in groups for reward in group.rewards])
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = np.array([len(t.response_ids_T) for t in trajectories])

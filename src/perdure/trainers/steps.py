@@ -161,8 +161,9 @@ async def complete_step(ctx: TrainContext, step: GlobalStep) -> None:
     await stage_checkpoint_if_due(ctx, step)
     await publish_weights(ctx, step)
     await validate_if_due(ctx, step)
-    if step > 0:
+    if step > ctx.rows_upto:
         ctx.metrics.step(ctx.store.state.step_done[step])
+        ctx.rows_upto = step
     ctx.store.release([GroupId(group.group) for group in ctx.step_groups])
     ctx.begin_step()
 
