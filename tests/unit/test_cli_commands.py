@@ -85,13 +85,14 @@ def test_a_missing_run_names_the_nearest(arguments: list[str], tmp_path: Path) -
     code, _, err = run(*arguments, str(tmp_path / "tiny-11"))
     assert code == 6
     assert f"did you mean '{tmp_path}/tiny-1'?" in err
+    assert not (tmp_path / "tiny-11").exists()
 
 
 def _fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("perdure.cli.runs.Path.is_file", fail)
+    monkeypatch.setattr("perdure.cli.ckpt.open_run", fail)
 
 
 def _errors(cls: type[PerdureError] = PerdureError) -> Iterator[type[PerdureError]]:
@@ -224,11 +225,12 @@ def test_train_in_json(launched: list[tuple[object, ...]], tmp_path: Path) -> No
 def test_resume_hands_its_options_on(
     launched: list[tuple[object, ...]],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     options: list[str],
     take_over: bool,
     redo: bool,
 ) -> None:
-    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setattr("perdure.experience.read_run", lambda _: None)
     assert run("resume", str(tmp_path), *options)[0] == 0
     assert launched == [("resume", tmp_path, take_over, redo)]
 
