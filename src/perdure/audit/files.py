@@ -1,0 +1,100 @@
+"""What lies beside the log and must agree with it: checkpoints and metrics."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from perdure.audit.history import Event
+from perdure.audit.report import Findings
+from perdure.audit.sealed import read_sealed
+
+FILES_RULE = "a committed checkpoint has every file of its manifest, byte for byte"
+METRICS_RULE = "every row of a metrics file comes from a record of the log"
+
+
+class Row(NamedTuple):
+    """A row of a metrics file."""
+
+    where: str
+    global_step: int
+    digest: str
+
+
+def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
+    """Check one committed checkpoint; returns its bytes.
+
+    Raises:
+        FutureFormatError: Its manifest is of a newer format.
+    """
+    directory = commit.fields["directory"]
+    root, where = run / "checkpoints" / directory, f"checkpoints/{directory}"
+    if not root.exists() and (run / "quarantine" / f"{directory}.reason.json").exists():
+        findings.note(where, "it was damaged and lies in quarantine", FILES_RULE)
+        return 0
+    path = root / "manifest.json"
+    if not path.exists():
+        findings.damage(f"{where}/manifest.json", "the file is missing", FILES_RULE)
+        return 0
+    if xxhash.xxh3_128_hexdigest(path.read_bytes()) != commit.fields["manifest_digest"]:
+        findings.damage(f"{where}/manifest.json", "it is not the committed one", FILES_RULE)
+        return 0
+    manifest = read_sealed(path, findings, where=f"{where}/manifest.json")
+    files: Mapping[str, Any] = {} if manifest is None else manifest["files"]
+    for name, entry in files.items():
+        problem = _file_problem(root / name, entry)
+        if problem:
+            findings.damage(f"{where}/{name}", problem, FILES_RULE)
+    return sum(entry["bytes"] for entry in files.values())
+
+
+def _file_problem(path: Path, entry: Mapping[str, Any]) -> str:
+    if not path.is_file():
+        return "the file is missing"
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        return f"{size} bytes, the manifest says {entry['bytes']}"
+    if file_digest(path) != entry["xxh3_128"]:
+        return "the checksum does not match"
+    return ""
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 hex of a file's bytes."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return xxhash.xxh3_128_hexdigest(b"")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return xxhash.xxh3_128_hexdigest(data)
+
+
+def read_metrics(run: Path, findings: Findings) -> list[Row]:
+    """Rows of ``metrics/*.jsonl``. A torn last line is normal, another unreadable one is noted."""
+    rows: list[Row] = []
+    for path in sorted((run / "metrics").glob("*.jsonl")):
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines[:-1], start=1):
+            where = f"metrics/{path.name} line {number}"
+            try:
+                value = json.loads(line)
+                rows.append(Row(where, int(value["global_step"]), str(value["digest"])))
+            except (KeyError, TypeError, ValueError):
+                findings.note(where, "not a row of metrics", "the next start writes them again")
+    return rows
+
+
+def check_metrics(rows: list[Row], known: set[tuple[int, str]], findings: Findings) -> None:
+    """Every row must be known: rows are written after their record is acknowledged."""
+    for row in rows:
+        if (row.global_step, row.digest) not in known:
+            findings.damage(
+                row.where,
+                f"step {row.global_step} with digest {row.digest} is not in the log:"
+                " the log is shorter than its metrics",
+                METRICS_RULE,
+            )

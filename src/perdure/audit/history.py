@@ -1,0 +1,189 @@
+"""The kept lineage: the records that the newest incarnation stands on, and which are void."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import xxhash
+
+from perdure.audit.reader import RunLog
+from perdure.audit.report import Findings
+from perdure.audit.schema import DECISIONS, KEYS, OPENED, STARTED, misfit
+from perdure.audit.segments import Record, Segment
+
+LINEAGE_RULE = "every incarnation goes on from the newest one before it that started"
+BASE_RULE = "a base position is the end of a record of an ancestor"
+
+Fields = Mapping[str, Any]
+Position = tuple[int, int, int]
+"""Incarnation, segment, offset of the end of a control record."""
+
+_MAY_DIFFER = ("timings_s", "payload")
+"""Fields in which two records of one key may differ: wall-clock times and places."""
+
+
+class Event(NamedTuple):
+    """A control record of the kept lineage, its first of its key."""
+
+    type: int
+    fields: Fields
+    position: Position
+    void: bool
+    """A rewind took the decision back; only that it was made once still counts."""
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The kept lineage of a run.
+
+    Attributes:
+        events: In order, void ones included.
+        lineage: Incarnations, oldest first.
+        positions: Ends of all control records of the lineage.
+        repeated: Records that only repeat an earlier one's key.
+    """
+
+    events: tuple[Event, ...]
+    lineage: tuple[int, ...]
+    positions: frozenset[Position]
+    repeated: int
+
+    def kept(self) -> Iterator[Event]:
+        """Events that are not void."""
+        return (event for event in self.events if not event.void)
+
+
+def read_history(log: RunLog, findings: Findings) -> History:
+    """Follow the lineage, leave out what it leaves out, and check keys and fields."""
+    events = {number: list(_events(log, number, findings)) for number in log.incarnations}
+    ends = {number: _ends(log, number) for number in log.incarnations}
+    lineage = _lineage(events, findings)
+    starts = {number: events[number][0] for number in lineage}
+    limits = _limits(starts, ends, findings)
+    first: dict[str, Event] = {}
+    ordered: list[Event] = []
+    repeated = 0
+    for number in lineage:
+        for event in events[number]:
+            limit = limits.get(number)
+            if event.type in DECISIONS and limit is not None and event.position > limit:
+                ordered.append(event._replace(void=True))
+                continue
+            key = KEYS[event.type](event.fields)
+            earlier = first.setdefault(key, event)
+            if earlier is event:
+                ordered.append(event)
+                continue
+            repeated += 1
+            if not _same(earlier, event):
+                findings.violation(
+                    event.where,
+                    f"{key} differs from its first record at {earlier.where}",
+                    "an append that is repeated under its key says the same again",
+                )
+    positions = frozenset(position for number in lineage for position in ends[number])
+    return History(tuple(ordered), tuple(lineage), positions, repeated)
+
+
+def _events(log: RunLog, number: int, findings: Findings) -> Iterator[Event]:
+    for segment, records in log.incarnations[number].control.parts:
+        for record in records:
+            if record.type == OPENED:
+                continue
+            where = f"{segment.where} byte {record.offset}"
+            fields = _fields(segment, record, findings, where=where)
+            if fields is not None:
+                position = (number, segment.number, record.end)
+                yield Event(record.type, fields, position, void=False, where=where)
+
+
+def _fields(segment: Segment, record: Record, findings: Findings, *, where: str) -> Fields | None:
+    fields = segment.fields(record)
+    if fields is None:
+        findings.damage(where, "its fields are not a map", "fields are a msgpack map")
+        return None
+    problem = misfit(record.type, fields)
+    if problem:
+        findings.violation(where, problem, "records have the fields of their type")
+        return None
+    key = KEYS[record.type](fields)
+    if xxhash.xxh3_64_intdigest(key) != record.key_hash:
+        findings.violation(
+            where, f"its header has another key than {key}", "keys follow the fields"
+        )
+    if fields.get("incarnation", segment.incarnation) != segment.incarnation:
+        findings.violation(
+            where,
+            f"it says incarnation {fields['incarnation']}",
+            "a record names the incarnation that wrote it",
+        )
+    return fields
+
+
+def _lineage(events: Mapping[int, list[Event]], findings: Findings) -> list[int]:
+    """Incarnations from the oldest ancestor to the newest that started."""
+    started: list[int] = []
+    parents: dict[int, int] = {}
+    for number, records in sorted(events.items()):
+        if not records:
+            continue
+        if records[0].type != STARTED or any(event.type == STARTED for event in records[1:]):
+            findings.violation(
+                f"incarnation {number}",
+                "its first record does not name its parent, or another one does too",
+                "an incarnation starts once, before anything else",
+            )
+            continue
+        parents[number] = records[0].fields["parent"]
+        newest = started[-1] if started else 0
+        if parents[number] != newest:
+            findings.violation(
+                records[0].where,
+                f"incarnation {number} goes on from {parents[number]} and leaves out {newest}",
+                LINEAGE_RULE,
+            )
+        started.append(number)
+    lineage: list[int] = []
+    number = started[-1] if started else 0
+    while number in parents and number not in lineage:
+        lineage.append(number)
+        number = parents[number]
+    return lineage[::-1]
+
+
+def _limits(
+    starts: Mapping[int, Event], ends: Mapping[int, set[Position]], findings: Findings
+) -> dict[int, Position]:
+    """Where the decisions of each incarnation end that its descendants keep."""
+    limits: dict[int, Position] = {}
+    ancestors: list[int] = []
+    for number, start in starts.items():
+        base = start.fields.get("base_position")
+        if base is not None:
+            if not any(tuple(base) in ends[ancestor] for ancestor in ancestors):
+                findings.violation(start.where, f"it goes back to {base}", BASE_RULE)
+            for ancestor in ancestors:
+                limits[ancestor] = min(limits.get(ancestor, tuple(base)), tuple(base))
+        ancestors.append(number)
+    return limits
+
+
+def _ends(log: RunLog, number: int) -> set[Position]:
+    """Ends of the control records of an incarnation."""
+    return {
+        (number, segment.number, record.end)
+        for segment, records in log.incarnations[number].control.parts
+        for record in records
+    }
+
+
+def _same(first: Event, second: Event) -> bool:
+    # Compared as text: two NaNs are the same here.
+    texts = (
+        repr(sorted((k, v) for k, v in event.fields.items() if k not in _MAY_DIFFER))
+        for event in (first, second)
+    )
+    return next(texts) == next(texts)
