@@ -271,3 +271,42 @@ def test_a_stop_reason_of_a_full_budget_is_length() -> None:
         return [chunk async for chunk in engine.generate(request_of("r"))][-1].stop_reason
 
     assert run(scenario) is StopReason.LENGTH
+
+
+def test_deterministic_bits_at_widths_where_the_number_of_rows_matters() -> None:
+    """Matrix products of these widths round differently for few rows than for many."""
+    shape = ModelConfig(
+        vocab_size=16,
+        hidden_size=128,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        intermediate_size=352,
+        max_positions=40,
+    )
+    model = Transformer(shape)
+    init_weights(model, 1)
+    batch = [
+        GenerationRequest(
+            f"r{index}",
+            tuple(range(1, 4 + index)),
+            SamplingParams(max_new_tokens=6 + index, top_p=0.9),
+            (1, index),
+        )
+        for index in range(11)
+    ]
+
+    async def read(engine: EmbeddedEngine, request: GenerationRequest) -> bytes:
+        chunks = [chunk async for chunk in engine.generate(request)]
+        return b"".join(chunk.token_ids.tobytes() + chunk.logprobs.tobytes() for chunk in chunks)
+
+    async def main() -> tuple[list[bytes], list[bytes]]:
+        engine = EmbeddedEngine(shape, EngineOptions(slots=6, max_tokens=32, deterministic=True))
+        await engine.load_weights(PolicyVersion(1), weights_of(model))
+        together = await asyncio.gather(*(read(engine, request) for request in batch))
+        alone = [await read(engine, request) for request in batch]
+        await engine.close()
+        return together, alone
+
+    together, alone = asyncio.run(main())
+    assert together == alone

@@ -100,7 +100,9 @@ class RolloutEngine(Protocol):
 
         Raises:
             ValueError: The request does not fit (too long, duplicate id, empty prompt).
-            RuntimeError: The engine is asleep or has no weights.
+            RuntimeError: The engine is asleep or has no weights (behind a paused door requests wait
+                instead).
+            TrainingError: Decoding failed.
         """
         ...
 
@@ -120,7 +122,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Free weights and KV memory. Raises ``RuntimeError`` while requests are live."""
+        """Free weights and KV memory. Raises ``RuntimeError`` while requests are live.
+
+        Those that wait behind a paused door hold no memory and do not count.
+        """
         ...
 
     async def wake(self) -> None:
