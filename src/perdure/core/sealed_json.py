@@ -7,6 +7,7 @@ the object without ``digest``. ``format`` is the object's format version.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 import xxhash
@@ -23,11 +24,19 @@ def encode(value: dict[str, Any]) -> bytes:
     return (json.dumps(sealed, indent=1, sort_keys=True) + "\n").encode()
 
 
-def decode(data: bytes, *, where: str, newest_format: int) -> dict[str, Any]:
+def decode(
+    data: bytes, *, where: str, newest_format: int, fields: Sequence[str] = ()
+) -> dict[str, Any]:
     """Read :func:`encode` back.
 
+    Args:
+        data: The file's bytes.
+        where: Its path, for messages.
+        newest_format: Highest format the caller reads.
+        fields: What an object of this kind has; a sealed object of another kind is damage too.
+
     Raises:
-        DamagedError: Not JSON, no digest, or the digest does not match.
+        DamagedError: Not JSON, no digest, the digest does not match, or a field is missing.
         FutureFormatError: ``format`` is above ``newest_format``.
     """
     try:
@@ -48,6 +57,14 @@ def decode(data: bytes, *, where: str, newest_format: int) -> dict[str, Any]:
             f"format {sealed.get('format')} is newer than {newest_format}",
             where=where,
             way_out="use the perdure version that wrote it, or a newer one",
+        )
+    missing = [field for field in fields if field not in sealed]
+    if missing:
+        raise DamagedError(
+            f"lacks {', '.join(missing)}",
+            where=where,
+            rule="it must be the file that was written under this name",
+            way_out="restore it from a copy",
         )
     return sealed
 

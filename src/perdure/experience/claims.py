@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from perdure.core import sealed_json
@@ -112,7 +112,9 @@ def read_run(storage: Storage) -> RunInfo:
             rule="a run directory holds run.json",
             way_out="name another directory, or start a run with perdure train",
         ) from error
-    value = sealed_json.decode(data, where=RUN_FILE, newest_format=FORMAT)
+    value = sealed_json.decode(
+        data, where=RUN_FILE, newest_format=FORMAT, fields=[f.name for f in fields(RunInfo)]
+    )
     return RunInfo(
         value["run_id"],
         value["created_wall_s"],
@@ -246,7 +248,12 @@ def _busy(storage: Storage) -> RunBusyError:
     path = incarnation_path(highest_incarnation(storage))
     held = ""
     if storage.exists(path):
-        value = sealed_json.decode(storage.read(path), where=path, newest_format=FORMAT)
+        value = sealed_json.decode(
+            storage.read(path),
+            where=path,
+            newest_format=FORMAT,
+            fields=("incarnation", "pid", "host"),
+        )
         held = f" (incarnation {value['incarnation']}, process {value['pid']} on {value['host']})"
     return RunBusyError(
         f"a live process holds this run{held}",

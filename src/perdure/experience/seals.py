@@ -101,7 +101,12 @@ def read_seal(storage: Storage, incarnation: IncarnationNumber, *, run_id: str) 
                     way_out=_COPY,
                 )
             return None
-    value = sealed_json.decode(storage.read(path), where=path, newest_format=FORMAT)
+    value = sealed_json.decode(
+        storage.read(path),
+        where=path,
+        newest_format=FORMAT,
+        fields=("run_id", "incarnation", "segments"),
+    )
     if value.get("run_id") != run_id or value.get("incarnation") != incarnation:
         raise DamagedError(
             f"seals incarnation {value.get('incarnation')} of run {value.get('run_id')}",

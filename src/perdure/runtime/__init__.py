@@ -1,1 +1,1 @@
-"""Where rollout, learner, publication, checkpoints and experience are joined on machines."""
+"""Runtimes: what joins rollout, learner, publication, checkpoints and experience."""

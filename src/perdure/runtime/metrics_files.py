@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from perdure.core.clock import Clock
-from perdure.core.errors import StorageError
+from perdure.core.errors import DamagedError, StorageError
 from perdure.core.records import Evaluated, StepDone
 from perdure.core.storage_api import Storage
 from perdure.runtime.tensorboard_file import TensorBoardFile
@@ -177,15 +177,27 @@ def read_rows(path: Path) -> list[Row]:
     """Rows of a metrics file in order of ``global_step``; the last row of a step counts.
 
     A torn last line is left out: the next incarnation writes it again.
+
+    Raises:
+        DamagedError: A line is no row.
     """
     if not path.exists():
         return []
-    rows: dict[object, Row] = {}
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
+    rows: dict[int, Row] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
             row = json.loads(line)
-            rows[row["global_step"]] = row
-    return sorted(rows.values(), key=lambda row: int(str(row["global_step"])))
+            rows[int(row["global_step"])] = {"digest": row["digest"], **row}
+        except (ValueError, KeyError, TypeError) as error:
+            raise DamagedError(
+                f"is no row ({error})",
+                where=f"{path}:{number}",
+                rule="every line is a JSON object with global_step and digest",
+                way_out="resume the run: its curves are written again from the log",
+            ) from error
+    return [rows[step] for step in sorted(rows)]
 
 
 def _row(record: StepDone | Evaluated) -> Row:

@@ -115,7 +115,7 @@ def _execute(launch: Launch) -> None:
 
 
 async def _until_stopped(launch: Launch) -> None:
-    """One incarnation. SIGTERM cancels it at the next await and closes the log; redo does the rest."""
+    """One incarnation. SIGTERM cancels it at the next await and closes the log."""
     stopped = False
     task = asyncio.current_task()
     assert task is not None

@@ -16,7 +16,7 @@ from perdure.config import config_digest
 from perdure.core.clock import Clock
 from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
-from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.faults import FaultHook
 from perdure.core.ids import GlobalStep, GroupId
 from perdure.core.records import EvictionReason
 from perdure.core.storage_api import Storage
@@ -35,7 +35,7 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
-from perdure.trainers.sanity import check_restored
+from perdure.trainers.sanity import check_curve, check_restored
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.steps import complete_step
 from perdure.trainers.warm_start import warm_start
@@ -119,7 +119,7 @@ def _open(
         events=events,
         options=CheckpointOptions(keep=launch.config.checkpoint.keep),
     )
-    choice = _restore(claimed, checkpoints, launch.faults)
+    choice = _restore(claimed, checkpoints)
     check_restored(
         progress, last_step=claimed.state.last_step, weights=machinery.learner.policy_weights()
     )
@@ -134,6 +134,7 @@ def _open(
     ledger.start(store)
     stack.callback(checkpoints.close)
     checkpoints.sweep(store.state.collected)
+    check_curve(store.state, launch.run_dir, events=events)
     metrics = MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
     stack.callback(metrics.close)
     metrics.rebuild(
@@ -162,9 +163,7 @@ def _open(
     )
 
 
-def _restore(
-    claimed: ClaimedRun, checkpoints: CheckpointEngine, faults: FaultHook
-) -> Choice | None:
+def _restore(claimed: ClaimedRun, checkpoints: CheckpointEngine) -> Choice | None:
     """Load the newest whole checkpoint of the kept lineage; None in a run that has none yet."""
     committed = claimed.state.checkpoints
     if not committed:
@@ -176,10 +175,8 @@ def _restore(
                 way_out="put the run directory back from a copy",
             )
         return None
-    faults.reach(FaultPoint.RESTORE_STARTED)
     choice = checkpoints.choose(committed)
     checkpoints.restore(choice)
-    faults.reach(FaultPoint.RESTORE_DONE)
     return choice
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from perdure.core.errors import DamagedError
+from perdure.core.events import EventSink
+from perdure.experience import ExperienceState
+from perdure.runtime.metrics_files import STEPS_PATH, read_rows
 from perdure.trainers.progress import Progress
 
 
@@ -37,4 +41,31 @@ def check_restored(
             where="restored checkpoint",
             rule="training goes on from finite weights only",
             way_out="resume with an older checkpoint: move this one's directory away",
+        )
+
+
+def check_curve(state: ExperienceState, run_dir: Path, *, events: EventSink) -> None:
+    """The log has every step that the curve shows.
+
+    A row is written after its ``step_done`` record was acknowledged, so a row of a later step means
+    that acknowledged records are gone. After a rewind the curve may still show void steps. A curve
+    that cannot be read is reported; it is going to be written again from the log.
+
+    Raises:
+        DamagedError: The log is shorter than the curve.
+    """
+    if any(record.base_position is not None for record in state.incarnations):
+        return
+    try:
+        rows = read_rows(run_dir / STEPS_PATH)
+    except DamagedError as error:
+        events("warning", {"message": str(error)})
+        return
+    last = int(str(rows[-1]["global_step"])) if rows else 0
+    if last > state.last_step:
+        raise DamagedError(
+            f"the log ends with step {state.last_step}, {STEPS_PATH} shows step {last}",
+            where="log",
+            rule="a row is written after its record is durable, so durable records are gone",
+            way_out="put the log back from a copy, or move metrics/ away to accept the loss",
         )
