@@ -17,6 +17,8 @@ import json
 import os
 import signal
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -33,9 +35,18 @@ DEADLINE_S = 180.0
 
 
 def main() -> None:
+    warm_up()
     for line in sys.stdin:
         sys.stdout.write(json.dumps(serve(json.loads(line))) + "\n")
         sys.stdout.flush()
+
+
+def warm_up() -> None:
+    """Train once here: children inherit everything that is imported or made on first use."""
+    recipe = Path(__file__).with_name("drill_recipe.yaml")
+    with tempfile.TemporaryDirectory() as directory:
+        launch.train(load_config(RunConfig, recipe), Path(directory) / "run")
+    assert threading.active_count() == 1, "a fork copies no other thread"
 
 
 def serve(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:

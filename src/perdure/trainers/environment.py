@@ -20,7 +20,8 @@ def fix_arithmetic(config: RunConfig) -> None:
     Perdure draws nothing from the global generators; user code (a reward function) may.
     """
     torch.set_num_threads(config.threads)
-    torch.use_deterministic_algorithms(config.deterministic)
+    # Sets the same switch as use_deterministic_algorithms, which imports the compiler (seconds).
+    torch.set_deterministic_debug_mode("error" if config.deterministic else "default")
     seed = seed_63(config.seed, "global generators")
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

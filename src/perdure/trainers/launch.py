@@ -68,12 +68,9 @@ def train(
         StorageError: The directory cannot be written.
         StoppedError: SIGTERM came; ``resume`` goes on.
     """
-    task = make_task(config.task, config.seed)
-    _check_fit(config, task)
     injected = injected or Injected()
+    task = create(config, run_dir, injected=injected)
     storage = injected.storage_of(run_dir)
-    storage.make_dirs("")
-    _create(storage, run_dir, config=config, task=task, clock=injected.clock)
     _execute(
         Launch(run_dir, config, task, storage, injected.clock, injected.faults, display),
     )
@@ -142,9 +139,12 @@ async def _until_stopped(launch: Launch) -> None:
         ) from None
 
 
-def _create(
-    storage: Storage, run_dir: Path, *, config: RunConfig, task: Task, clock: Clock
-) -> None:
+def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:
+    """Make the run directory without training; returns the task. Raises as :func:`train`."""
+    task = make_task(config.task, config.seed)
+    _check_fit(config, task)
+    storage = injected.storage_of(run_dir)
+    storage.make_dirs("")
     lock = storage.lock(CREATE_LOCK)
     if lock is None:
         raise RunBusyError(
@@ -164,7 +164,7 @@ def _create(
         storage.write_atomic(CONFIG_FILE, render_yaml(config).encode())
         info = RunInfo(
             run_id=uuid.uuid4().hex,
-            created_wall_s=clock.wall_s(),
+            created_wall_s=injected.clock.wall_s(),
             versions=machine_description(),
             config_digest=config_digest(config),
             dataset_digest=task.dataset_digest,
@@ -172,6 +172,7 @@ def _create(
         create_run(storage, info)
     finally:
         lock.release()
+    return task
 
 
 def _recorded_config(run_dir: Path, info: RunInfo) -> RunConfig:
