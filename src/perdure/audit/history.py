@@ -110,7 +110,7 @@ def _fields(segment: Segment, record: Record, findings: Findings, *, where: str)
         findings.violation(where, problem, "records have the fields of their type")
         return None
     key = KEYS[record.type](fields)
-    if xxhash.xxh3_64_intdigest(key) != record.key_hash:
+    if xxhash.xxh3_64_intdigest(key.encode()) != record.key_hash:
         findings.violation(
             where, f"its header has another key than {key}", "keys follow the fields"
         )

@@ -87,7 +87,7 @@ class Payloads:
             place = f"payload segment {number} of incarnation {incarnation}, byte {offset}"
             self._findings.damage(event.where, f"{what} at {place}", REFERENCE_RULE)
             return None
-        if found[1].type != type_ or found[1].key_hash != xxhash.xxh3_64_intdigest(key):
+        if found[1].type != type_ or found[1].key_hash != xxhash.xxh3_64_intdigest(key.encode()):
             self._findings.violation(event.where, f"its payload is not {key}", REFERENCE_RULE)
             return None
         return found

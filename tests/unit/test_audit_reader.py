@@ -1,0 +1,557 @@
+"""The audit's reader: what counts, what is a tail, what is damage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import audit_writer as w
+import pytest
+
+from perdure.audit import AuditReport, audit_run, checks, reader
+from perdure.core.errors import FutureFormatError, NothingToResumeError, RunBusyError
+
+
+def damages(report: AuditReport) -> list[str]:
+    return [finding.line() for finding in report.findings if finding.severity == "damage"]
+
+
+def assert_damage(run: Path, *texts: str) -> None:
+    report = audit_run(run)
+    assert not report.ok
+    lines = damages(report)
+    for text in texts:
+        assert any(text in line for line in lines), lines
+
+
+def assert_clean(run: Path) -> AuditReport:
+    report = audit_run(run)
+    assert report.ok, report.summary_lines()
+    assert not report.findings
+    return report
+
+
+def edit_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    """Change a sealed JSON file and seal it again."""
+    value = json.loads(path.read_text())
+    del value["digest"]
+    change(value)
+    path.write_bytes(w.sealed(value))
+
+
+def test_healthy_run_is_clean_and_counted(tmp_path: Path) -> None:
+    report = assert_clean(w.healthy(tmp_path).save())
+    expected = {
+        "incarnations.claimed": 2,
+        "incarnations.sealed": 1,
+        "log.segments": 4,
+        "log.tail_bytes_cut": 0,
+        "groups.submitted": 4,
+        "groups.trained": 4,
+        "training.global_steps": 2,
+        "training.local_updates": 4,
+        "training.sessions": 8,
+        "training.tokens": 28,
+        "checkpoints.committed": 3,
+        "metrics.rows": 4,
+    }
+    assert {name: report.counts[name] for name in expected} == expected
+
+
+def test_audit_changes_no_file(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    audit_run(run)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_no_run(tmp_path: Path) -> None:
+    with pytest.raises(NothingToResumeError):
+        audit_run(tmp_path)
+
+
+def test_missing_run_file_is_damage(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    (run / "run.json").unlink()
+    assert_damage(run, "run.json: the file is missing")
+
+
+@pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "digest": "0"}'])
+def test_wrong_sealed_json_is_damage(tmp_path: Path, name: str, text: str) -> None:
+    run = w.healthy(tmp_path).save()
+    (run / name).write_text(text)
+    assert_damage(run, name)
+
+
+def test_white_space_in_sealed_json_is_harmless(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    path = run / "seals/1.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
+    assert_clean(run)
+
+
+@pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
+def test_newer_sealed_json_stops_the_reader(tmp_path: Path, name: str) -> None:
+    run = w.healthy(tmp_path).save()
+    edit_json(run / name, lambda value: value.update(format=2))
+    with pytest.raises(FutureFormatError):
+        audit_run(run)
+
+
+def test_unknown_old_format_is_damage(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    edit_json(run / "run.json", lambda value: value.update(format=0))
+    assert_damage(run, "run.json: format 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("incarnations/1.json", {"run_id": "f" * 32}),
+        ("incarnations/2.json", {"incarnation": 3}),
+        ("seals/1.json", {"run_id": "f" * 32}),
+    ],
+)
+def test_file_of_another_run_or_incarnation(
+    tmp_path: Path, name: str, change: dict[str, object]
+) -> None:
+    run = w.healthy(tmp_path).save()
+    edit_json(run / name, lambda value: value.update(change))
+    assert_damage(run, f"{name}: it belongs to another")
+
+
+@pytest.mark.parametrize("name", ["incarnations/1.json", "incarnations/2.json", "seals/1.json"])
+def test_missing_claim_or_seal_is_damage(tmp_path: Path, name: str) -> None:
+    run = w.healthy(tmp_path).save()
+    (run / name).unlink()
+    assert_damage(run, f"{name}: the")
+
+
+def test_claim_without_records_needs_no_seal_below_it(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    run.files["incarnations/3.json"] = w.sealed(
+        {"format": 1, "run_id": w.RUN_ID, "incarnation": 3, "host": "h"}
+    )
+    assert assert_clean(run.save()).counts["incarnations.claimed"] == 3
+
+
+@pytest.mark.parametrize("sealed_by", [0, 7])
+def test_seal_by_nobody(tmp_path: Path, sealed_by: int) -> None:
+    run = w.healthy(tmp_path).save()
+    edit_json(run / "seals/1.json", lambda value: value.update(sealed_by=sealed_by))
+    assert_damage(run, f"seals/1.json: sealed by {sealed_by}")
+
+
+def test_seal_that_lists_a_foreign_file(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    segments = run.seals[1]["segments"]
+    segments["control-000002-000000.plog"] = segments["control-000001-000000.plog"]
+    assert_damage(run.save(), "it lists control-000002-000000.plog")
+
+
+@pytest.mark.parametrize("stream", ["control", "payload"])
+def test_sealed_bytes_must_stay(tmp_path: Path, stream: str) -> None:
+    run = w.healthy(tmp_path).save()
+    path = run / f"log/{stream}-000001-000000.plog"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert_damage(run, f"{path.name}: the first")
+
+
+def test_sealed_segment_must_not_shrink_or_vanish(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    path = run / "log/control-000001-000000.plog"
+    path.write_bytes(path.read_bytes()[:-64])
+    assert_damage(run, f"{path.name}: the first")
+    path.unlink()
+    assert_damage(run, f"{path.name}: the segment is missing")
+
+
+def test_seal_counts_records(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    run.seals[1]["segments"]["control-000001-000000.plog"]["records"] += 1
+    assert_damage(run.save(), "the seal says")
+
+
+def test_bytes_beyond_the_seal_are_fenced(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    zombie = run.incarnations[1]
+    end = len(zombie.control.segments[0])
+    # One batch was under way when the seal was made: its payload lies beyond the seal as well.
+    zombie.write(w.session_done(0, 0))
+    zombie.payload.open()
+    report = assert_clean(run.save())
+    sizes = [len(data) for data in zombie.payload.segments]
+    fenced = sum(sizes) - run.seals[1]["segments"]["payload-000001-000000.plog"]["valid_end"]
+    assert report.counts["log.fenced_bytes"] == fenced + len(zombie.control.segments[0]) - end
+
+
+def test_seal_that_cuts_acknowledged_bytes_is_damage(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    zombie = run.incarnations[1]
+    zombie.write(w.evaluated(1, digest="a"))
+    zombie.write(w.evaluated(1, digest="b"))  # says that the one before was durable
+    assert_damage(run.save(), "bytes were durable")
+
+
+def test_unlisted_segment_with_acknowledged_bytes_is_damage(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    run.incarnations[1].control.open()
+    run.incarnations[1].write(w.evaluated(1, digest="a"))
+    assert_damage(run.save(), "control-000001-000001.plog", "bytes were durable")
+
+
+def test_torn_record_at_the_head_is_a_tail(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    control = run.incarnations[2].control
+    end = len(control.segments[0])
+    run.incarnations[2].write(w.evaluated(2))
+    del control.segments[0][-10:]
+    report = assert_clean(run.save())
+    assert report.counts["log.tail_bytes_cut"] == len(control.segments[0]) - end
+
+
+def test_batch_without_its_last_record_is_a_tail(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    end = len(run.incarnations[2].control.segments[0])
+    run.incarnations[2].write(w.evaluated(2), flags=0)
+    # Its second record says that the batch before was durable, as does the first.
+    run.incarnations[2].write(w.evaluated(2, digest="x"), flags=0, durable_upto=end)
+    assert assert_clean(run.save()).counts["log.tail_bytes_cut"] > 0
+
+
+def test_bad_bytes_below_the_watermark_are_damage(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    path = run / "log/control-000002-000000.plog"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert_damage(run, path.name, "bytes were durable")
+
+
+def test_watermark_is_found_behind_a_magic_that_means_nothing(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    path = run / "log/control-000002-000000.plog"
+    data = bytearray(path.read_bytes())
+    data[70:74] = data[128:132] = b"PLOG"
+    path.write_bytes(data)
+    assert_damage(run, path.name, "bytes were durable")
+
+
+def test_segments_above_the_head(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    control = run.incarnations[2].control
+    control.segments.append(bytearray(b"\0" * 128))
+    run.save()
+    assert assert_clean(run.path).counts["log.tail_bytes_cut"] == 128
+    control.lsn += 1  # a first record was lost, and a second one says that it was durable
+    control.append(19, key="closed/2", fields=w.closed(2).fields, durable_upto=64)
+    assert_damage(run.save(), "control-000002-000001.plog", "bytes were durable")
+
+
+def test_chain_of_segments(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    records = w.first_step(run)
+    for record in records:
+        one.write(record)
+        one.control.open()
+        one.payload.open()
+    run.incarnation(2)
+    report = assert_clean(run.save())
+    assert report.counts["log.segments"] == 2 * (len(records) + 1) + 2
+
+
+@pytest.mark.parametrize("newest", [True, False])
+def test_earlier_segment_must_keep_what_the_chain_says(tmp_path: Path, newest: bool) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.write(w.phase_step(1))
+    one.control.open()
+    one.write(w.phase_step(2))
+    if not newest:
+        run.incarnation(2)
+    path = run.save() / "log/control-000001-000000.plog"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-64])
+    assert_damage(tmp_path, path.name)
+    path.write_bytes(whole[:-1] + b"\1")
+    assert_damage(tmp_path, path.name)
+    path.unlink()
+    assert_damage(tmp_path, f"{path.name}: the segment is missing")
+
+
+def test_abandoned_end_of_an_earlier_segment_does_not_count(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.write(w.phase_step(1))
+    end, lsn = len(one.control.segments[0]), one.control.lsn
+    one.write(w.phase_step(2, digest="failed"))
+    one.control.lsn = lsn
+    one.control.open(length=end)
+    one.write(w.phase_step(2))
+    report = assert_clean(run.save())
+    assert report.counts["log.control_records"] == lsn + 2
+    run.incarnation(2)
+    assert_clean(run.save())
+
+
+def test_segment_abandoned_before_its_first_commit_does_not_count(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    lsn = one.control.lsn
+    one.control.open()  # its write failed, and what reached the disk is whole all the same
+    one.control.lsn = lsn
+    one.control.open(previous=0)
+    one.write(w.phase_step(1))
+    assert assert_clean(run.save()).counts["log.segments"] == 3
+    del one.control.segments[1][:]
+    assert_clean(run.save())
+    (tmp_path / "log/control-000001-000001.plog").unlink()
+    assert_damage(tmp_path, "control-000001-000001.plog: the segment is missing")
+
+
+def test_chain_may_not_leave_out_acknowledged_bytes(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    lsn = one.control.lsn
+    one.control.open()
+    one.write(w.phase_step(1))
+    one.control.lsn = lsn
+    one.control.open(previous=0)
+    assert_damage(run.save(), "control-000001-000001.plog", "bytes were durable, 0 count")
+
+
+def test_chain_that_ends_inside_a_batch_is_damage(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.write(w.phase_step(1), flags=0)
+    middle = len(one.control.segments[0])
+    one.write(w.phase_step(2), durable_upto=0)
+    one.control.open(length=middle)
+    assert_damage(run.save(), f"byte {middle} is not the end of a complete batch")
+
+
+def test_chain_that_does_not_go_back_is_damage(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    control = run.incarnation(1).control
+    control.segments.append(bytearray())
+    fields = {"run_id": w.RUN_ID, "incarnation": 1, "stream": "control", "segment": 1}
+    previous = {"previous_segment": 1, "previous_length": 0, "previous_checksum": 0}
+    control.append(1, key="segment/1/control/1", fields=fields | previous)
+    assert_damage(run.save(), "continues from segment 1")
+
+
+def test_sealed_chain_stays_inside_the_seal(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.control.open()
+    run.incarnation(2)
+    del run.seals[1]["segments"]["control-000001-000000.plog"]
+    assert_damage(run.save(), "continues from segment 0")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run_id", "f" * 32),
+        ("incarnation", 2),
+        ("stream", "payload"),
+        ("segment", 1),
+        ("previous_length", None),
+    ],
+)
+def test_segment_must_say_what_it_is(tmp_path: Path, name: str, value: object) -> None:
+    run = w.Run(tmp_path)
+    control = run.incarnation(1).control
+    control.segments, control.lsn = [bytearray()], 0
+    fields = {
+        "run_id": w.RUN_ID,
+        "incarnation": 1,
+        "stream": "control",
+        "segment": 0,
+        "previous_segment": -1,
+        "previous_length": 0,
+        "previous_checksum": 0,
+    }
+    control.append(1, key="segment/1/control/0", fields=fields | {name: value})
+    assert_damage(run.save(), "does not say that it is this segment")
+
+
+def test_first_record_must_open_the_segment(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.control.segments, one.control.lsn = [bytearray()], 0
+    one.write(w.phase_step(1))
+    assert_damage(run.save(), "does not say that it is this segment")
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ({"lsn": 9}, "record 9 where record 2 belongs"),
+        ({"incarnation": 2}, "a record of incarnation 2"),
+    ],
+)
+def test_sequence_of_records(tmp_path: Path, header: dict[str, int], text: str) -> None:
+    run = w.Run(tmp_path)
+    run.incarnation(1).write(w.phase_step(1), **header)
+    assert_damage(run.save(), text)
+
+
+def test_payload_record_in_the_control_stream(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    run.incarnation(1).control.append(101, key="trajectory/g0.s0", fields={})
+    assert_damage(run.save(), "type 101 in the control stream")
+
+
+def test_second_opening_inside_a_segment(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    run.incarnation(1).control.append(1, key="segment/1/control/0", fields={})
+    assert_damage(run.save(), "type 1 at this place")
+
+
+@pytest.mark.parametrize("stream", ["control", "payload"])
+def test_stream_shorter_than_the_other_says(tmp_path: Path, stream: str) -> None:
+    run = w.healthy(tmp_path)
+    incarnation = run.incarnations[2]
+    other = incarnation.payload if stream == "control" else incarnation.control
+    lost = incarnation.control if stream == "control" else incarnation.payload
+    data = lost.segments[0]
+    last = max(data.rfind(b"PLOG"), 64)
+    if other.name == "control":
+        run.incarnations[2].write(w.evaluated(2))
+    else:
+        other.append(103, key="transitions/a/0", fields={})
+    del data[last:]
+    assert_damage(run.save(), f"log/{stream}-000002:", "durable ones")
+
+
+def test_lost_control_stream_of_the_newest_incarnation(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    (run / "log/control-000002-000000.plog").unlink()
+    assert_damage(run, "log/control-000002: 0 records")
+
+
+@pytest.mark.parametrize("header", [{"version": 2}, {"flags": 3}])
+def test_newer_records_stop_the_reader(tmp_path: Path, header: dict[str, int]) -> None:
+    run = w.Run(tmp_path)
+    run.incarnation(1).write(w.phase_step(1), **header)
+    with pytest.raises(FutureFormatError):
+        audit_run(run.save())
+
+
+def test_unknown_type_stops_the_reader(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    run.incarnation(1).control.append(20, key="x", fields={})
+    with pytest.raises(FutureFormatError):
+        audit_run(run.save())
+
+
+def test_record_of_no_version_does_not_count(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    run.incarnation(1).write(w.phase_step(1), version=0)
+    assert assert_clean(run.save()).counts["log.tail_bytes_cut"] > 0
+
+
+def test_record_larger_than_the_hashing_threshold(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.write(w.phase_step(1, digest="x" * 10_000))
+    assert_clean(run.save())
+    one.control.segments[0][-100] ^= 1
+    one.control.append(19, key="closed/1", fields=w.closed(1).fields)
+    assert_damage(run.save(), "bytes were durable")
+
+
+def test_large_segments_are_mapped(tmp_path: Path) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    one.write(w.phase_step(1, digest="x" * (1 << 20)))
+    one.write(w.phase_step(2))
+    assert_clean(run.save())
+
+
+def test_reader_beside_a_writer_reads_again_when_a_claim_comes_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = w.healthy(tmp_path)
+    run.save()
+    original = reader.read_segment
+    claims = iter([3])
+
+    def reading(path: Path, *args: str, **kwargs: int) -> object:
+        for number in claims:
+            run.incarnation(number)
+            run.save()
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(reader, "read_segment", reading)
+    assert assert_clean(tmp_path).counts["incarnations.claimed"] == 3
+
+
+def test_reader_gives_up_when_claims_never_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = w.healthy(tmp_path)
+    run.save()
+    original = reader.read_segment
+
+    def reading(path: Path, *args: str, **kwargs: int) -> object:
+        if path.name == "control-000001-000000.plog":
+            run.incarnation(max(run.incarnations) + 1)
+            run.save()
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(reader, "read_segment", reading)
+    with pytest.raises(RunBusyError):
+        audit_run(tmp_path)
+
+
+def test_reader_beside_a_writer_does_not_call_a_growing_control_log_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = w.healthy(tmp_path)
+    run.save()
+    original = reader.read_segment
+
+    def reading(path: Path, stream: str, **kwargs: int) -> object:
+        if path.name == "payload-000002-000000.plog":
+            run.incarnations[2].write(w.evaluated(2))
+            run.incarnations[2].payload.append(103, key="transitions/a/0", fields={})
+            run.save()
+        return original(path, stream, **kwargs)
+
+    monkeypatch.setattr(reader, "read_segment", reading)
+    assert_clean(tmp_path)
+
+
+def test_damage_hides_the_experience_and_says_so(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    (run / "seals/1.json").unlink()
+    report = audit_run(run)
+    assert any("were not judged" in finding.what for finding in report.findings)
+    assert "groups.submitted" not in report.counts
+
+
+def test_checkpoint_collected_while_the_audit_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = w.healthy(tmp_path)
+    run.save()
+    original = checks.read_log
+
+    def reading(path: Path, findings: object) -> object:
+        log = original(path, findings)
+        if (path / "checkpoints/step-00000000-1/manifest.json").exists():
+            run.incarnations[2].write(w.collect("step-00000000-1"))
+            run.files = {k: v for k, v in run.files.items() if "step-00000000-1" not in k}
+            run.save()
+            (path / "checkpoints/step-00000000-1/manifest.json").unlink()
+        return log
+
+    monkeypatch.setattr(checks, "read_log", reading)
+    assert_clean(tmp_path)
