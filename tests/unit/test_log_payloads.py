@@ -1,0 +1,159 @@
+"""Trajectories come back as views of the mapped file, verified."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from log_cases import (
+    FLUSH_S,
+    check_contents,
+    make_claim,
+    make_run,
+    open_writer,
+    read_head,
+    session_done,
+    started,
+    trajectory,
+)
+
+from perdure.core.errors import DamagedError
+from perdure.core.ids import PayloadRef
+from perdure.core.records import RecordType
+from perdure.core.storage_api import Storage
+from perdure.core.trajectories import Array
+from perdure.experience.entries import Entry, Payload
+from perdure.experience.payloads import PayloadReader, trajectory_payload
+from perdure.storage import MemoryStorage, PosixStorage
+
+
+def _write(storage: Storage, *entries: Entry, segment_bytes: int = 2**20) -> list[PayloadRef]:
+    make_run(storage)
+    claimed = make_claim(storage)
+    writer = open_writer(storage, claimed, segment_bytes=segment_bytes)
+    writer.append([started(claimed)])
+    for entry in entries:
+        writer.append([entry])
+        writer.flush(FLUSH_S)
+    return [entry.ref for entry in entries if entry.ref is not None]
+
+
+def _root(array: Array) -> object:
+    base: object = array
+    while isinstance(base, np.ndarray | memoryview):
+        base = base.base if isinstance(base, np.ndarray) else base.obj
+    return base
+
+
+def test_log_arrays_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    (ref,) = _write(storage, session_done(3, tokens=1000))
+    found = PayloadReader(storage).trajectory(ref)
+    arrays = [found.prompt_ids_P, found.response_ids_T, found.logprobs_T, found.loss_mask_T]
+    for array in arrays:
+        assert isinstance(_root(array), mmap.mmap)
+        assert not array.flags.writeable
+        assert not array.flags.owndata
+        assert array.ctypes.data % 64 == 0
+    np.testing.assert_array_equal(found.response_ids_T, trajectory(3, 1000).response_ids_T)
+    found.check()
+
+
+def test_log_two_reads_share_one_map(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    first, second = _write(storage, session_done(0), session_done(1))
+    reader = PayloadReader(storage)
+    one, two = reader.trajectory(first), reader.trajectory(second)
+    assert _root(one.logprobs_T) is _root(two.logprobs_T)
+
+
+def test_log_growing_segment_is_mapped_again(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    make_run(storage)
+    claimed = make_claim(storage)
+    writer = open_writer(storage, claimed)
+    writer.append([started(claimed)])
+    reader = PayloadReader(storage)
+    kept = []
+    for group in range(5):
+        entry = session_done(group, tokens=2000)
+        writer.append([entry])
+        writer.flush(FLUSH_S)
+        assert entry.ref is not None
+        kept.append(reader.trajectory(entry.ref))
+    for group, found in enumerate(kept):
+        np.testing.assert_array_equal(found.logprobs_T, trajectory(group, 2000).logprobs_T)
+
+
+def test_log_many_segments_are_read_with_few_maps(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    entries = [session_done(group) for group in range(80)]
+    refs = _write(storage, *entries, segment_bytes=64)
+    assert len({ref.segment for ref in refs}) == 80
+    reader = PayloadReader(storage)
+    for _ in range(2):
+        for group, ref in enumerate(refs):
+            assert reader.trajectory(ref).session.group == group
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 15, 16, 17, 5000])
+def test_log_trajectory_round_trip(tokens: int) -> None:
+    storage = MemoryStorage()
+    _write(storage, session_done(9, tokens=tokens))
+    check_contents(storage, read_head(storage))
+
+
+def test_log_changed_payload_is_damage() -> None:
+    storage = MemoryStorage()
+    first, second = _write(storage, session_done(0), session_done(1))
+    path = "log/payload-000001-000000.plog"
+    data = bytearray(storage.files()[path])
+    data[first.offset + first.length - 1] ^= 1
+    storage.damage(path, bytes(data))
+    reader = PayloadReader(storage)
+    with pytest.raises(DamagedError, match=f"{path} at byte {first.offset}"):
+        reader.trajectory(first)
+    assert reader.trajectory(second).session.group == 1
+
+
+def test_log_wrong_references_are_damage() -> None:
+    storage = MemoryStorage()
+    first, second = _write(storage, session_done(0), session_done(1))
+    reader = PayloadReader(storage)
+    for wrong in (
+        dataclasses.replace(first, checksum=second.checksum),
+        dataclasses.replace(first, offset=first.offset + 64),
+        dataclasses.replace(second, offset=second.offset + 64 * 100),
+        dataclasses.replace(first, segment=5),
+        dataclasses.replace(first, length=first.length - 64),
+    ):
+        with pytest.raises(DamagedError):
+            reader.trajectory(wrong)
+
+
+def test_log_payload_of_another_type_is_no_trajectory() -> None:
+    storage = MemoryStorage()
+    payload = Payload(RecordType.TRANSITIONS, "transitions/a/0", {"actor": "a"}, {"x": np.ones(3)})
+    (ref,) = _write(storage, Entry(None, payload))
+    reader = PayloadReader(storage)
+    record_type, fields, arrays = reader.read(ref)
+    assert (record_type, fields["actor"]) == (RecordType.TRANSITIONS, "a")
+    np.testing.assert_array_equal(arrays["x"], np.ones(3))
+    with pytest.raises(DamagedError, match="TRANSITIONS is no trajectory"):
+        reader.trajectory(ref)
+
+
+def test_log_trajectory_payload_is_the_documented_one() -> None:
+    payload = trajectory_payload(trajectory(7))
+    assert payload.key == "trajectory/g7.s0"
+    assert payload.fields == {"session": [7, 0], "segments": [[1, 0, 5]], "stop_reason": "stop"}
+    dtypes = {name: array.dtype.str for name, array in payload.arrays.items()}
+    assert dtypes == {
+        "prompt_ids": "<i4",
+        "response_ids": "<i4",
+        "logprobs": "<f4",
+        "loss_mask": "|u1",
+    }
