@@ -19,7 +19,6 @@ import xxhash
 
 RUN_ID = "0123456789abcdef" * 2
 HEADER = struct.Struct("<4sHHIIIIQQQQQ")
-END = "the present end of the control log"
 
 TYPES = {
     "started": 2,
@@ -204,8 +203,8 @@ class Incarnation:
                 fields=record.payload,
                 arrays=record.arrays,
             )
-        if fields.get("position") == END:
-            fields["position"] = self.end
+        if record.name == "checkpointed":
+            fields = self.run.commit(fields, self.end)
         self.control.append(TYPES[record.name], key=record.key, fields=fields, **header)
         return self.end
 
@@ -259,25 +258,47 @@ class Run:
         self.incarnations[number] = Incarnation(self, number, parent=parent, **started)
         return self.incarnations[number]
 
-    def checkpoint(self, directory: str, **changes: Any) -> Rec:
-        """Files of a checkpoint, and the record that commits it."""
+    def checkpoint(
+        self,
+        directory: str,
+        *,
+        position: Sequence[int] | None = None,
+        manifest: Mapping[str, Any] | None = None,
+    ) -> Rec:
+        """A record that commits a checkpoint; its files are made when the record is written."""
+        return Rec(
+            "checkpointed",
+            {"directory": directory, "position": position, "manifest": dict(manifest or {})},
+            f"checkpointed/{directory}",
+        )
+
+    def commit(self, fields: Mapping[str, Any], end: Sequence[int]) -> dict[str, Any]:
+        """Make the files of a checkpoint; returns the fields of its record."""
+        directory = fields["directory"]
+        kind, step, incarnation = directory.split("-")
+        phase = "train" if kind == "step" else "warm"
+        position = list(fields["position"] or end)
         data = {"model/policy.safetensors": b"m" * 100, "state.msgpack": b"s"}
-        entries = {
-            name: {"bytes": len(blob), "xxh3_128": xxhash.xxh3_128_hexdigest(blob)}
-            for name, blob in data.items()
+        manifest = {
+            "format": 1,
+            "features": [],
+            "name": {"phase": phase, "step": int(step), "incarnation": int(incarnation)},
+            "position": position,
+            "files": {
+                name: {"bytes": len(blob), "xxh3_128": xxhash.xxh3_128_hexdigest(blob)}
+                for name, blob in data.items()
+            },
         }
-        manifest = sealed({"format": 1, "files": entries, **changes.pop("manifest", {})})
-        for name, blob in {**data, "manifest.json": manifest}.items():
+        data["manifest.json"] = sealed(manifest | fields["manifest"])
+        for name, blob in data.items():
             self.files[f"checkpoints/{directory}/{name}"] = blob
-        kind, step, _ = directory.split("-")
-        fields = {
+        return {
             "directory": directory,
-            "phase": "train" if kind == "step" else "warm",
+            "phase": phase,
             "step": int(step),
-            "manifest_digest": xxhash.xxh3_128_hexdigest(manifest),
-            "position": END,
+            "manifest_digest": xxhash.xxh3_128_hexdigest(data["manifest.json"]),
+            "position": position,
         }
-        return Rec("checkpointed", fields | changes, f"checkpointed/{directory}")
 
     def metrics(self, rows: Sequence[tuple[int, str]], file: str = "steps.jsonl") -> None:
         lines = [json.dumps({"global_step": s, "digest": d, "metrics": {}}) for s, d in rows]

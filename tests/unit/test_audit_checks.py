@@ -573,27 +573,44 @@ def test_empty_checkpoint_file(tmp_path: Path) -> None:
     run = w.Run(tmp_path)
     entry = {"bytes": 0, "xxh3_128": w.xxhash.xxh3_128_hexdigest(b"")}
     commit = run.checkpoint("step-00000000-1", manifest={"files": {"empty": entry}})
-    run.files["checkpoints/step-00000000-1/empty"] = b""
     run.incarnation(1).write(commit)
+    run.files["checkpoints/step-00000000-1/empty"] = b""
     assert not audit_run(run.save()).findings
 
 
-def test_manifest_that_is_no_sealed_json_is_damage(tmp_path: Path) -> None:
+def test_manifest_that_is_no_sealed_json_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = w.Run(tmp_path)
-    commit = run.checkpoint("step-00000000-1")
-    data = run.files["checkpoints/step-00000000-1/manifest.json"].replace(b"bytes", b"bites")
-    run.files["checkpoints/step-00000000-1/manifest.json"] = data
-    commit.fields["manifest_digest"] = w.xxhash.xxh3_128_hexdigest(data)
-    run.incarnation(1).write(commit)
+    one = run.incarnation(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(w, "sealed", lambda _: b"{}")
+        one.write(run.checkpoint("step-00000000-1"))
     assert [finding.what for finding in audit_run(run.save()).findings] == [
         "the digest does not match"
     ]
 
 
-def test_manifest_of_a_newer_format_stops_the_audit(tmp_path: Path) -> None:
-    run = w.plain(tmp_path, lambda r: [r.checkpoint("step-00000000-1", manifest={"format": 2})])
+@pytest.mark.parametrize("manifest", [{"format": 2}, {"features": ["sharded"]}])
+def test_manifest_of_a_newer_version_stops_the_audit(
+    tmp_path: Path, manifest: dict[str, object]
+) -> None:
+    run = w.plain(tmp_path, lambda r: [r.checkpoint("step-00000000-1", manifest=manifest)])
     with pytest.raises(FutureFormatError):
         audit_run(run)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        {"name": {"phase": "warm", "step": 0, "incarnation": 1}},
+        {"name": {"phase": "train", "step": 1, "incarnation": 1}},
+        {"position": [1, 0, 64]},
+    ],
+)
+def test_manifest_and_commit_must_agree(tmp_path: Path, manifest: dict[str, object]) -> None:
+    run = w.plain(tmp_path, lambda r: [r.checkpoint("step-00000000-1", manifest=manifest)])
+    assert_violation(run, "a commit and its manifest")
 
 
 def test_quarantined_checkpoint_is_noted(tmp_path: Path) -> None:
@@ -621,8 +638,7 @@ def test_collecting_the_last_checkpoint(tmp_path: Path) -> None:
 def test_void_checkpoint_needs_no_files(tmp_path: Path) -> None:
     run = w.healthy(tmp_path)
     two = run.incarnations[2]
-    commit = run.checkpoint("step-00000002-2")
-    two.write(commit)
+    two.write(run.checkpoint("step-00000002-2"))
     run.files = {k: v for k, v in run.files.items() if "step-00000002-2" not in k}
     run.incarnation(3, base_position=run.incarnations[1].end)
     assert not audit_run(run.save()).findings

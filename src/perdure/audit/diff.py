@@ -9,8 +9,7 @@ equals the one that was not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from perdure.core.errors import AuditFailedError, DamagedError
 WARM, TRAIN = 0, 1
 UPDATE, DONE, EVALUATED = range(3)
 
-Aspects = list[tuple[str, str]]
+Aspects = dict[str, str]
 """What is compared of a unit of training, in order, each as text."""
 
 
@@ -92,13 +91,17 @@ class _Run:
         """What is compared at a place."""
         event = self.units[place]
         if place.kind == UPDATE:
-            return [aspect for group in _numbered(event) for aspect in self._group(*group)]
+            groups = event.fields["groups"]
+            aspects = {"groups in the batch": str(len(groups))}
+            for index, number in enumerate(groups, start=1):
+                aspects |= self._group(f"group {index} of {len(groups)}", number)
+            return aspects
         compared = ("digest", "policy_digest", "optimizer_step", "skipped", "final")
-        aspects = [(name, repr(event.fields[name])) for name in compared if name in event.fields]
+        aspects = {name: repr(event.fields[name]) for name in compared if name in event.fields}
         metrics: Mapping[str, Any] = event.fields["metrics"]
-        return aspects + [(f"metric {name}", repr(metrics[name])) for name in sorted(metrics)]
+        return aspects | {f"metric {name}": repr(metrics[name]) for name in sorted(metrics)}
 
-    def _group(self, label: str, number: int) -> Iterator[tuple[str, str]]:
+    def _group(self, label: str, number: int) -> Aspects:
         submitted, sessions = self._groups.get(number), self._sessions.get(number, {})
         if submitted is None:
             raise AuditFailedError(
@@ -107,18 +110,18 @@ class _Run:
                 way_out="see what `perdure audit` says of this run",
             )
         fields = submitted.fields
-        yield f"{label}, prompt", repr([fields["prompt_ids"], fields["task"], fields["answer"]])
         done = [sessions[index] for index in sorted(sessions)]
         for event in done:
             self._payloads.check_session(event, fields["prompt_ids"])
         self._refuse(self._findings)
         arrays = [self._payloads.trajectory(event) for event in done]
-        yield (
-            f"{label}, tokens",
-            _hash(part for a in arrays for part in (a["response_ids"], a["loss_mask"])),
-        )
-        yield f"{label}, log-probabilities", _hash(a["logprobs"] for a in arrays)
-        yield f"{label}, rewards", repr([(e.fields["reward"], e.fields["parts"]) for e in done])
+        tokens = (part for a in arrays for part in (a["response_ids"], a["loss_mask"]))
+        return {
+            f"{label}, prompt": repr([fields["prompt_ids"], fields["task"], fields["answer"]]),
+            f"{label}, tokens": _hash(tokens),
+            f"{label}, log-probabilities": _hash(a["logprobs"] for a in arrays),
+            f"{label}, rewards": repr([(e.fields["reward"], e.fields["parts"]) for e in done]),
+        }
 
     def _refuse(self, findings: Findings) -> None:
         """What cannot be trusted cannot be compared."""
@@ -165,17 +168,12 @@ def _divergence(place: Place, first: _Run, second: _Run) -> Divergence | None:
     if not all(has):
         texts = ["recorded" if there else "not recorded" for there in has]
         return Divergence(str(place), "only one run has it", *texts)
-    missing = ("", "absent")
-    for one, other in zip_longest(first.aspects(place), second.aspects(place), fillvalue=missing):
-        if one != other:
-            name = one[0] if one[0] == other[0] else f"{one[0] or other[0]}, not in both"
-            return Divergence(str(place), name, one[1], other[1])
+    one, other = first.aspects(place), second.aspects(place)
+    for aspect in one | other:
+        texts = [aspects.get(aspect, "absent") for aspects in (one, other)]
+        if texts[0] != texts[1]:
+            return Divergence(str(place), aspect, *texts)
     return None
-
-
-def _numbered(taken: Event) -> list[tuple[str, int]]:
-    groups: list[int] = taken.fields["groups"]
-    return [(f"group {i} of {len(groups)}", number) for i, number in enumerate(groups, start=1)]
 
 
 def _hash(parts: Iterable[bytes | memoryview]) -> str:

@@ -13,8 +13,10 @@ import xxhash
 from perdure.audit.history import Event
 from perdure.audit.report import Findings
 from perdure.audit.sealed import read_sealed
+from perdure.core.errors import FutureFormatError
 
 FILES_RULE = "a committed checkpoint has every file of its manifest, byte for byte"
+COMMIT_RULE = "a commit and its manifest name the same step and the same place in the log"
 METRICS_RULE = "every row of a metrics file comes from a record of the log"
 
 
@@ -30,7 +32,7 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     """Check one committed checkpoint; returns its bytes.
 
     Raises:
-        FutureFormatError: Its manifest is of a newer format.
+        FutureFormatError: Its manifest is of a newer format, or needs what this version lacks.
     """
     directory = commit.fields["directory"]
     root, where = run / "checkpoints" / directory, f"checkpoints/{directory}"
@@ -45,12 +47,23 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
         findings.damage(f"{where}/manifest.json", "it is not the committed one", FILES_RULE)
         return 0
     manifest = read_sealed(path, findings, where=f"{where}/manifest.json")
-    files: Mapping[str, Any] = {} if manifest is None else manifest["files"]
-    for name, entry in files.items():
+    if manifest is None:
+        return 0
+    if manifest["features"]:
+        raise FutureFormatError(
+            f"needs features this version does not know: {', '.join(manifest['features'])}",
+            where=str(path),
+            way_out="use the perdure version that wrote it, or a newer one",
+        )
+    said = [manifest["name"]["phase"], manifest["name"]["step"], manifest["position"]]
+    logged = [commit.fields[name] for name in ("phase", "step", "position")]
+    if said != logged:
+        findings.violation(commit.where, f"{directory} is {said}, logged as {logged}", COMMIT_RULE)
+    for name, entry in manifest["files"].items():
         problem = _file_problem(root / name, entry)
         if problem:
             findings.damage(f"{where}/{name}", problem, FILES_RULE)
-    return sum(entry["bytes"] for entry in files.values())
+    return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
 def _file_problem(path: Path, entry: Mapping[str, Any]) -> str:

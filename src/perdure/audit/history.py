@@ -10,7 +10,7 @@ import xxhash
 
 from perdure.audit.reader import RunLog
 from perdure.audit.report import Findings
-from perdure.audit.schema import DECISIONS, KEYS, OPENED, STARTED, misfit
+from perdure.audit.schema import CHECKPOINTED, DECISIONS, KEYS, OPENED, STARTED, misfit
 from perdure.audit.segments import Record, Segment
 
 LINEAGE_RULE = "every incarnation goes on from the newest one before it that started"
@@ -69,7 +69,7 @@ def read_history(log: RunLog, findings: Findings) -> History:
     for number in lineage:
         for event in events[number]:
             limit = limits.get(number)
-            if event.type in DECISIONS and limit is not None and event.position > limit:
+            if event.type in DECISIONS and limit is not None and _stands(event) > limit:
                 ordered.append(event._replace(void=True))
                 continue
             key = KEYS[event.type](event.fields)
@@ -121,6 +121,15 @@ def _fields(segment: Segment, record: Record, findings: Findings, *, where: str)
             "a record names the incarnation that wrote it",
         )
     return fields
+
+
+def _stands(event: Event) -> tuple[int, int, int]:
+    """Where a decision belongs: its own end; a checkpoint where its state was staged."""
+    staged = event.fields.get("position") if event.type == CHECKPOINTED else None
+    if isinstance(staged, list) and len(staged) == 3:
+        incarnation, segment, offset = staged
+        return (int(incarnation), int(segment), int(offset))
+    return event.position
 
 
 def _lineage(events: Mapping[int, list[Event]], findings: Findings) -> list[int]:
