@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -18,11 +19,13 @@ from log_cases import (
     submitted,
 )
 
+from perdure.core import sealed_json
 from perdure.core.errors import DamagedError, FutureFormatError
 from perdure.core.ids import GlobalStep, IncarnationNumber, LocalUpdate, LogPosition, UpdateId
-from perdure.core.records import IncarnationStarted, Taken
+from perdure.core.records import IncarnationStarted, RecordType, Taken
 from perdure.experience.claims import RunInfo, create_run
 from perdure.experience.entries import Entry
+from perdure.experience.format import Stamp, prepare_record, stamp_record
 from perdure.experience.reader import kept_records, read_lineage
 from perdure.experience.writer import LogWriter
 from perdure.storage import MemoryStorage
@@ -253,6 +256,98 @@ def test_log_harmed_segment_is_damage(harm: str, end: str) -> None:
     assert "way out: " in text
     with pytest.raises(DamagedError):
         read_lineage(storage, make_claim(storage).parent)
+
+
+@pytest.mark.parametrize("path", [CONTROL_0, PAYLOAD_0])
+def test_log_flip_in_an_earlier_segment_is_damage(path: str) -> None:
+    storage = _segmented()
+    data = storage.files()[path]
+    for bit in range(0, 8 * len(data), 37):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        storage.damage(path, bytes(flipped))
+        with pytest.raises(DamagedError, match=path):
+            read_head(storage)
+
+
+def test_log_gap_in_segment_numbers_is_damage_even_where_nothing_counts() -> None:
+    storage = _run()
+    _live(storage, [submitted(0)])
+    storage.write_atomic("log/control-000001-000002.plog", b"")
+    with pytest.raises(
+        DamagedError, match="control-000001-000001.plog at byte 0: the file is miss"
+    ):
+        read_head(storage)
+
+
+def test_log_repeated_batch_is_damage() -> None:
+    storage = _run()
+    _live(storage, [submitted(0)], [submitted(1)])
+    data = storage.files()[CONTROL_0]
+    storage.damage(CONTROL_0, data + data[-192:])
+    with pytest.raises(DamagedError, match="record number 3 follows number 3"):
+        read_head(storage)
+
+
+@pytest.mark.parametrize(
+    ("record_type", "incarnation", "message"),
+    [
+        (RecordType.CLOSED, 2, "belongs to incarnation 2"),
+        (RecordType.SEGMENT_OPENED, 1, "a record of type 1 does not belong here"),
+        (RecordType.TAKEN, 1, "not a valid record of type 8"),
+    ],
+)
+def test_log_valid_record_in_a_wrong_place_is_damage(
+    record_type: RecordType, incarnation: int, message: str
+) -> None:
+    storage = _run()
+    _live(storage, [submitted(0)])
+    data = storage.files()[CONTROL_0]
+    record = prepare_record(record_type, key="k", fields={"incarnation": 1, "reason": ""})
+    stamp_record(record, Stamp(incarnation, True, 3, len(data), 0))
+    storage.damage(CONTROL_0, data + bytes(record))
+    with pytest.raises(DamagedError, match=message):
+        read_head(storage)
+
+
+def test_log_reference_to_no_record_is_damage() -> None:
+    storage = _run()
+    good = session_done(0)
+    writer = _live(storage, [good])
+    assert good.ref is not None
+    for ref in (
+        dataclasses.replace(good.ref, checksum=1),
+        dataclasses.replace(good.ref, offset=good.ref.offset + 64),
+        dataclasses.replace(good.ref, offset=10**6),
+        dataclasses.replace(good.ref, segment=1),
+    ):
+        copy = MemoryStorage()
+        make_run(copy)
+        record = dataclasses.replace(session_done(1).control, payload=ref)
+        _live(copy, [good], [Entry(record)])
+        with pytest.raises(DamagedError, match="the payload of session_done/g1.s0 is not at"):
+            read_head(copy)
+    assert writer.position == read_head(storage).end
+
+
+def test_log_payload_that_only_a_count_vouches_for_may_not_be_missing() -> None:
+    storage = _run()
+    _live(storage, [session_done(0)], [Entry(None, session_done(1).payload)], [submitted(0)])
+    data = storage.files()[PAYLOAD_0]
+    last = data.rindex(b"PLOG")
+    storage.damage(PAYLOAD_0, data[:last])
+    with pytest.raises(DamagedError, match="2 records; 3 were durable"):
+        read_head(storage)
+
+
+def test_log_wrong_count_in_a_seal_is_damage() -> None:
+    storage = _segmented(successor=True)
+    path = "seals/1.json"
+    seal = sealed_json.decode(storage.files()[path], where=path, newest_format=1)
+    seal["segments"]["control-000001-000000.plog"]["records"] += 1
+    storage.damage(path, sealed_json.encode(seal))
+    with pytest.raises(DamagedError, match="records count in this segment"):
+        read_head(storage)
 
 
 def test_log_missing_end_is_damage_if_the_other_stream_vouches_for_it() -> None:
