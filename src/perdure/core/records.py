@@ -428,6 +428,16 @@ DECISION_TYPES = frozenset(
 )
 """Record types that a rewind makes void; the others (experience itself) are never void."""
 
+
+def is_void(record: ControlRecord, position: LogPosition, base: LogPosition) -> bool:
+    """Whether a rewind to ``base`` makes a record that ends at ``position`` void.
+
+    A checkpoint stands where its state was staged, not where its record came to lie: the one that a
+    rewind goes back to stays committed.
+    """
+    stands = record.position if isinstance(record, Checkpointed) else position
+    return record.type in DECISION_TYPES and stands > base
+
 _CLASSES: dict[RecordType, type[Any]] = {cls.type: cls for cls in typing.get_args(ControlRecord)}
 _Convert = Callable[[Any], Any]
 

@@ -20,7 +20,6 @@ from perdure.core.ids import (
     UpdateId,
 )
 from perdure.core.records import (
-    DECISION_TYPES,
     Checkpointed,
     Closed,
     Collect,
@@ -41,6 +40,7 @@ from perdure.core.records import (
     Taken,
     ToolResult,
     UpdateFailed,
+    is_void,
 )
 from perdure.experience.groups import Group, GroupTable, group_of
 from perdure.experience.lifecycle import GroupState
@@ -361,9 +361,7 @@ def rewound(records: Sequence[Placed], base: LogPosition | None) -> list[Placed]
     if base is None:
         return list(records)
     return [
-        (position, record)
-        for position, record in records
-        if position <= base or record.type not in DECISION_TYPES
+        (position, record) for position, record in records if not is_void(record, position, base)
     ]
 
 

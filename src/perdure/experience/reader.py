@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
 from perdure.core.records import (
-    DECISION_TYPES,
     ControlRecord,
     IncarnationStarted,
     Partial,
     RecordType,
     SessionDone,
     Stream,
+    is_void,
     record_from_fields,
 )
 from perdure.core.storage_api import Storage
@@ -121,7 +121,7 @@ def kept_records(
     void = duplicates = 0
     for position, record in placed:
         limit = limits.get(position.incarnation)
-        if limit is not None and position > limit and record.type in DECISION_TYPES:
+        if limit is not None and is_void(record, position, limit):
             void += 1
             continue
         key = record.key()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep
 from perdure.core.records import Evaluated
 from perdure.core.rollout_api import SamplingParams
+from perdure.core.trajectories import Trajectory
+from perdure.tasks.api import Prompt, RewardResult, Task
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 
@@ -41,7 +44,7 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
     )
     trajectories = await ctx.runtime.answer(ctx.held_out, sampling=sampling)
     verdicts = [
-        ctx.task.verify(prompt, trajectory.response_ids_T.tolist())
+        _judge(ctx.task, prompt, trajectory)
         for prompt, trajectory in zip(ctx.held_out, trajectories, strict=True)
     ]
     lengths = [len(trajectory.response_ids_T) for trajectory in trajectories]
@@ -51,3 +54,15 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
         "response_length": float(np.mean(lengths)),
         "prompts": float(len(verdicts)),
     }
+
+
+def _judge(task: Task, prompt: Prompt, trajectory: Trajectory) -> RewardResult:
+    try:
+        return task.verify(prompt, trajectory.response_ids_T.tolist())
+    except Exception as error:
+        raise TrainingError(
+            f"the verifier raised {type(error).__name__}: {error}",
+            where=f"held-out prompt {prompt.data_index} of task {task.name}",
+            rule="a verifier judges every answer",
+            way_out="mend the verifier, then resume the run",
+        ) from error

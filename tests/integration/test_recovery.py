@@ -1,0 +1,232 @@
+"""Recovery beyond the bit-identical case: drift, rewind, poison, SIGTERM, the critic."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drill_tools import RECIPE, assert_same_training
+
+from perdure.audit import audit_run
+from perdure.config import load_config
+from perdure.core.errors import DamagedError, RedoDivergedError, StoppedError
+from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
+from perdure.core.ids import GlobalStep, LocalUpdate, UpdateId
+from perdure.experience import ExperienceState, GroupState, read_experience
+from perdure.learner import LocalLearner
+from perdure.storage import PosixStorage
+from perdure.tasks.config import make_task
+from perdure.tasks.generated import GeneratedTask
+from perdure.trainers import launch
+from perdure.trainers.config import RunConfig
+from perdure.trainers.launch import Injected
+
+POISON = UpdateId(GlobalStep(3), LocalUpdate(1))
+
+
+class Events:
+    """Collects what a run says."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, object]]] = []
+
+    def __call__(self, name: str, fields: dict[str, object]) -> None:
+        self.seen.append((name, fields))
+
+    def of(self, name: str) -> list[dict[str, object]]:
+        return [fields for seen, fields in self.seen if seen == name]
+
+
+def cut_off(run: Path, *overrides: str, point: FaultPoint, hit: int) -> None:
+    """Start a run that ends at a fault point."""
+    plan = FaultPlan([FaultRule(point, hit, FaultAction.RAISE)])
+    with pytest.raises(InjectedFault):
+        launch.train(load_config(RunConfig, RECIPE, overrides), run, injected=Injected(faults=plan))
+
+
+def state_of(run: Path) -> ExperienceState:
+    state, _ = read_experience(PosixStorage(run))
+    state.check()
+    return state
+
+
+def assert_audited(run: Path) -> None:
+    report = audit_run(run)
+    assert report.ok, "\n".join(report.summary_lines())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("learner.algorithm=ppo", "learner.kl.coef=0", "learner.ppo_epochs=2"),
+        ("learner.algorithm=rloo", "trainer.local_updates_per_step=4"),
+        ("learner.algorithm=reinforce++", "learner.kl.placement=reward"),
+        ("learner.schedule.kind=linear", "trainer.local_updates_per_step=1"),
+    ],
+)
+def test_every_algorithm_is_redone_exactly(tmp_path: Path, overrides: Sequence[str]) -> None:
+    launch.train(load_config(RunConfig, RECIPE, overrides), tmp_path / "reference")
+    cut_off(tmp_path / "run", *overrides, point=FaultPoint.STEP_DONE, hit=4)
+    launch.resume(tmp_path / "run")
+    assert_same_training(tmp_path / "run", tmp_path / "reference")
+
+
+def test_a_checkpoint_behind_the_crash_is_redone_to_the_frontier(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cut_off(run, "checkpoint.every_steps=100", point=FaultPoint.STEP_DONE, hit=5)
+    events = Events()
+    launch.resume(run, display=events)
+    assert [fields["global_step"] for fields in events.of("redone")] == [1, 2, 3, 4, 5]
+    assert all(fields["equal"] for fields in events.of("redone"))
+    assert [fields["global_step"] for fields in events.of("step")] == [6]
+
+
+def test_other_bits_stop_a_deterministic_redo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    cut_off(run, "checkpoint.every_steps=100", point=FaultPoint.STEP_DONE, hit=2)
+    monkeypatch.setattr(LocalLearner, "local_update", _drifting(LocalLearner.local_update))
+    with pytest.raises(RedoDivergedError, match="global step 1"):
+        launch.resume(run)
+
+
+def test_drift_of_other_runs_is_reported_under_a_new_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    overrides = ("checkpoint.every_steps=100", "deterministic=false")
+    cut_off(run, *overrides, point=FaultPoint.EVALUATED, hit=2)
+    before = state_of(run).newest_version
+    monkeypatch.setattr(LocalLearner, "local_update", _drifting(LocalLearner.local_update))
+    events = Events()
+    launch.resume(run, display=events)
+    assert [fields["equal"] for fields in events.of("redone")] == [False, False]
+    assert events.of("published")[0]["version"] == before + 1
+    digests = [record.digest for record in state_of(run).published.values()]
+    assert len(digests) == len(set(digests))
+
+
+def _drifting(update: Callable[..., Any]) -> Callable[..., Any]:
+    """What another machine's arithmetic would do: the same update with other last bits."""
+
+    def drifting(self: LocalLearner, *arguments: Any) -> Any:
+        result = update(self, *arguments)
+        with torch.no_grad():
+            next(iter(self.policy_weights().values())).mul_(1.0 + 1e-6)
+        return result
+
+    return drifting
+
+
+def test_a_rewind_voids_what_was_trained_beyond_the_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    cut_off(run, "learner.lr=0.01", point=FaultPoint.LOCAL_UPDATE_DONE, hit=9)
+    before = state_of(run)
+    assert before.last_step == 4
+    launch.resume(run, redo=False)
+    after = state_of(run)
+    assert after.incarnations[-1].base_position is not None
+    assert after.last_step == 6
+    assert not after.redone
+    # The batch of the fifth step was taken and is void; its groups are evicted and replaced.
+    assert after.counts[GroupState.TRAINED] == 24
+    assert after.counts[GroupState.EVICTED] >= 4
+    assert_audited(run)
+
+
+def test_a_batch_that_raises_twice_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    original = LocalLearner.local_update
+
+    def poisoned(self: LocalLearner, update: UpdateId, groups: Any) -> Any:
+        if update == POISON:
+            raise ZeroDivisionError("this batch")
+        return original(self, update, groups)
+
+    monkeypatch.setattr(LocalLearner, "local_update", poisoned)
+    config = load_config(RunConfig, RECIPE)
+    with pytest.raises(ZeroDivisionError):
+        launch.train(config, run)
+    with pytest.raises(ZeroDivisionError):
+        launch.resume(run)
+    events = Events()
+    launch.resume(run, display=events)
+    assert any("u3.1" in str(fields["message"]) for fields in events.of("warning"))
+    state = state_of(run)
+    assert state.last_step == config.trainer.total_steps
+    assert state.is_poisoned(POISON)
+    assert state.counts[GroupState.EVICTED] == 2
+    assert_audited(run)
+    # A later redo passes over it in the same way.
+    launch.resume(run)
+    assert state_of(run).last_step == config.trainer.total_steps
+
+
+def test_a_verifier_that_raises_fails_its_group_and_never_scores_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = GeneratedTask.verify
+    config = load_config(RunConfig, RECIPE)
+    broken = make_task(config.task, config.seed).prompt(5)
+
+    def verify(self: GeneratedTask, prompt: Any, response_ids: Any) -> Any:
+        if prompt == broken:
+            raise KeyError("broken")
+        return original(self, prompt, response_ids)
+
+    monkeypatch.setattr(GeneratedTask, "verify", verify)
+    launch.train(config, tmp_path / "run")
+    state = state_of(tmp_path / "run")
+    assert state.counts[GroupState.EVICTED] == 1
+    assert state.counts[GroupState.TRAINED] == 24
+    assert len(state.table.refills) == 1
+    assert_audited(tmp_path / "run")
+
+
+def test_sigterm_closes_the_log_and_resume_goes_on(tmp_path: Path) -> None:
+    launch.train(load_config(RunConfig, RECIPE), tmp_path / "reference")
+    run = tmp_path / "run"
+    plan = FaultPlan()
+    plan.observers.append(
+        lambda point: (
+            os.kill(os.getpid(), signal.SIGTERM)
+            if point is FaultPoint.STEP_DONE and plan.hits[point] == 3
+            else None
+        )
+    )
+    with pytest.raises(StoppedError, match="perdure resume"):
+        launch.train(load_config(RunConfig, RECIPE), run, injected=Injected(faults=plan))
+    assert state_of(run).closed
+    launch.resume(run)
+    assert_same_training(run, tmp_path / "reference")
+
+
+def test_a_finished_run_is_resumed_to_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    launch.train(load_config(RunConfig, RECIPE), run)
+    rows = (run / "metrics/steps.jsonl").read_bytes()
+    events = Events()
+    launch.resume(run, display=events)
+    assert not events.of("step")
+    assert not events.of("evaluated")
+    assert (run / "metrics/steps.jsonl").read_bytes() == rows
+
+
+def test_a_log_that_is_shorter_than_its_curve_is_damage(tmp_path: Path) -> None:
+    """An older copy of the log under newer curves: acknowledged steps would be gone."""
+    run = tmp_path / "run"
+    launch.train(load_config(RunConfig, RECIPE), run)
+    rows = (run / "metrics/steps.jsonl").read_text()
+    (run / "metrics/steps.jsonl").write_text(
+        rows + rows.splitlines()[-1].replace(":6,", ":7,", 1) + "\n"
+    )
+    with pytest.raises(DamagedError, match="shows step 7"):
+        launch.resume(run)
