@@ -23,6 +23,7 @@ def candidates(state: ExperienceState) -> list[ControlRecord]:
     ]
     for group in list(table.open())[:3]:
         number = group.submitted.group
+        found += [make.session_done(session.group, session.index) for session in group.missing]
         found += [make.session_done(number, i, reward=number % 2) for i in range(2)]
         found += [make.settled(number), make.settled(number, GroupOutcome.FAILED)]
     for count in (1, 2):
@@ -44,7 +45,7 @@ def candidates(state: ExperienceState) -> list[ControlRecord]:
 def histories(draw: st.DrawFn) -> list[Placed]:
     """A history that a run could have written."""
     state, log = ExperienceState(), list[Placed]()
-    for choice in draw(st.lists(st.integers(0, 99), max_size=80)):
+    for choice in draw(st.lists(st.integers(0, 99), min_size=60, max_size=100)):
         options = candidates(state)
         record = options[choice % len(options)]
         place = make.at(64 * (len(log) + 1))

@@ -308,3 +308,11 @@ def test_the_work_for_one_update_does_not_grow_with_the_run() -> None:
     assert set(looked) == {2}
     assert len(state.groups) == 2
     state.check()
+
+
+def test_the_checkpoint_that_a_rewind_goes_back_to_stays_committed() -> None:
+    log = make.placed(two_steps())
+    base = next(place for place, record in log if record == make.step_done(1))
+    later = [make.checkpointed(1, base), make.checkpointed(2, log[-1][0])]
+    log += make.placed(later, start=log[-1][0].offset)
+    assert fold(rewound(log, base)).checkpoints == (later[0],)

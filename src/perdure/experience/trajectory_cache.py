@@ -22,6 +22,7 @@ class TrajectoryCache:
         session = trajectory.session
         self._held.setdefault(session.group, {})[session.index] = trajectory
         self._bytes += _bytes(trajectory)
+        self._make_room()
 
     def get(self, session: SessionId) -> Trajectory | None:
         return self._held.get(session.group, {}).get(session.index)
@@ -31,8 +32,7 @@ class TrajectoryCache:
         if self.get(session) is None:
             return
         self._droppable[session] = None
-        while self._bytes > self._limit and self._droppable:
-            self._drop(next(iter(self._droppable)))
+        self._make_room()
 
     def drop_group(self, group: GroupId) -> None:
         """Forget those trajectories of a group that are durable."""
@@ -48,6 +48,10 @@ class TrajectoryCache:
         assert self._droppable.keys() <= held.keys()
         assert all(self._held.values())
         assert self._bytes <= self._limit or not self._droppable
+
+    def _make_room(self) -> None:
+        while self._bytes > self._limit and self._droppable:
+            self._drop(next(iter(self._droppable)))
 
     def _drop(self, session: SessionId) -> None:
         del self._droppable[session]

@@ -1,0 +1,340 @@
+"""The store against a naive model: any legal history, crashes and restarts at any moment.
+
+The model keeps the list of records and recomputes everything from it. After a crash the log must
+hold a prefix of that list that contains everything acknowledged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+
+import experience_records as make
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from perdure.core.clock import ManualClock
+from perdure.core.errors import LifecycleError
+from perdure.core.faults import NoFaults
+from perdure.core.ids import GlobalStep, GroupId, LogPosition, SessionId
+from perdure.core.records import (
+    DECISION_TYPES,
+    Checkpointed,
+    Collect,
+    ControlRecord,
+    Evicted,
+    EvictionReason,
+    GroupOutcome,
+    GroupSettled,
+    Refilled,
+    SessionDone,
+    StepDone,
+    Submitted,
+    Taken,
+)
+from perdure.experience import (
+    ExperienceStore,
+    LogOptions,
+    RunInfo,
+    claim_experience,
+    create_run,
+)
+from perdure.experience.claims import newest_started
+from perdure.experience.reader import read_lineage
+from perdure.storage.memory import MemoryStorage
+from perdure.storage.memory_disk import PowerLost
+
+RUN_ID = "5" * 32
+SESSIONS = 2
+
+
+@dataclass
+class Model:
+    """What a list of records means, said in the plainest way."""
+
+    state: dict[int, str] = field(default_factory=dict)
+    done: dict[int, set[int]] = field(default_factory=dict)
+    taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    steps: int = 0
+    owed: list[int] = field(default_factory=list)
+    checkpoints: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, records: list[ControlRecord]) -> Model:
+        model = cls()
+        for record in records:
+            model.add(record)
+        return model
+
+    def add(self, record: ControlRecord) -> None:
+        match record:
+            case Submitted():
+                self.state[record.group], self.done[record.group] = "pending", set()
+            case SessionDone():
+                self.state[record.session.group] = "running"
+                self.done[record.session.group].add(record.session.index)
+            case GroupSettled():
+                self.state[record.group] = record.outcome.value
+            case Taken():
+                self.taken[record.update.key()] = record.groups
+                self.state |= dict.fromkeys(record.groups, "taken")
+            case StepDone():
+                self.steps = record.global_step
+                self.state = {g: "trained" if s == "taken" else s for g, s in self.state.items()}
+            case Evicted():
+                self.state[record.group] = "evicted"
+                self.owed.append(record.group)
+            case Refilled():
+                self.owed.remove(record.replaces)
+            case Checkpointed():
+                self.checkpoints.append(record.directory)
+            case Collect():
+                self.checkpoints = [c for c in self.checkpoints if c not in record.directories]
+            case _:
+                raise AssertionError(record)
+
+    def among(self, *states: str) -> list[int]:
+        return sorted(group for group, state in self.state.items() if state in states)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Appends in inline mode: nothing reaches the disk but in ``flush``."""
+
+    @initialize(seed=st.integers(0, 2**20))
+    def begin(self, seed: int) -> None:
+        self.storage = MemoryStorage(seed)
+        create_run(self.storage, RunInfo(RUN_ID, 0.0))
+        self.records: list[ControlRecord] = []
+        self.acknowledged = 0
+        self.bases: dict[str, tuple[LogPosition, int]] = {}
+        self.store = self.open()
+
+    def open(self, base: LogPosition | None = None) -> ExperienceStore:
+        claimed = claim_experience(
+            self.storage,
+            clock=ManualClock(),
+            faults=NoFaults(),
+            options=LogOptions(threaded=False, segment_bytes=2048),
+        )
+        return claimed.start(base_position=base, cache_bytes=300)
+
+    @property
+    def model(self) -> Model:
+        return Model.of(self.records)
+
+    def log(self, *records: ControlRecord) -> None:
+        self.records += records
+
+    # What a trainer does.
+
+    @rule(count=st.integers(1, 3))
+    def submit(self, count: int) -> None:
+        first = self.store.state.table.next_group
+        step = self.model.steps + 1
+        new = [make.submitted(first + i, step=step, sessions=SESSIONS) for i in range(count)]
+        self.store.submit(new)
+        self.log(*new)
+
+    @precondition(lambda self: self.model.among("pending", "running"))
+    @rule(
+        pick=st.integers(0, 99), index=st.integers(0, SESSIONS - 1), reward=st.sampled_from([0, 1])
+    )
+    def session_done(self, pick: int, index: int, reward: int) -> None:
+        groups = self.model.among("pending", "running")
+        group = groups[pick % len(groups)]
+        self.store.start_session(SessionId(GroupId(group), index))
+        self.store.session_done(make.trajectory(group, index), reward=reward)
+        if index not in self.model.done[group]:
+            self.log(make.session_done(group, index, reward=reward))
+
+    @precondition(lambda self: self.model.among("pending", "running"))
+    @rule(pick=st.integers(0, 99), fail=st.sampled_from([False, False, True]))
+    def settle(self, pick: int, fail: bool) -> None:
+        groups = self.model.among("pending", "running")
+        group = groups[pick % len(groups)]
+        outcome = GroupOutcome.FAILED if fail else GroupOutcome.FINISHED
+        if not fail and len(self.model.done[group]) < SESSIONS:
+            with pytest.raises(LifecycleError):
+                self.store.settle(GroupId(group), outcome)
+            return
+        self.store.settle(GroupId(group), outcome)
+        self.log(make.settled(group, outcome))
+
+    @precondition(lambda self: self.model.among("pending", "running"))
+    @rule()
+    def finish_the_oldest(self) -> None:
+        for group in self.store.open_groups()[:1]:
+            for session in group.missing:
+                trajectory = make.trajectory(session.group, session.index)
+                self.store.session_done(trajectory, reward=1.0)
+                self.log(make.session_done(session.group, session.index))
+            self.store.settle(group.submitted.group, GroupOutcome.FINISHED)
+            self.log(make.settled(group.submitted.group))
+
+    @precondition(lambda self: self.model.among("finished"))
+    @rule(count=st.integers(1, 3))
+    def take(self, count: int) -> None:
+        oldest = self.model.among("finished")[:count]
+        assert self.store.oldest_finished(count) == oldest
+        update = self.store.state.next_update
+        groups = [GroupId(group) for group in oldest]
+        self.store.take(update, groups=groups, config_digest="config")
+        self.log(Taken(update, tuple(groups), "config"))
+
+    @precondition(lambda self: self.model.among("taken"))
+    @rule()
+    def step_done(self) -> None:
+        record = make.step_done(self.model.steps + 1)
+        self.store.append(record)
+        self.log(record)
+
+    @rule(count=st.integers(1, 2))
+    def train_a_whole_step(self, count: int) -> None:
+        self.submit(count)
+        for _ in self.store.open_groups():
+            self.finish_the_oldest()
+        self.take(count)
+        self.step_done()
+        self.flush()
+
+    @precondition(lambda self: self.model.among("finished", "failed"))
+    @rule(pick=st.integers(0, 99))
+    def evict(self, pick: int) -> None:
+        groups = self.model.among("finished", "failed")
+        group = groups[pick % len(groups)]
+        reason = (GroupId(group), EvictionReason.AGE)
+        self.store.evict([reason], global_step=GlobalStep(1))
+        self.log(make.evicted(group))
+
+    @precondition(lambda self: self.model.owed)
+    @rule()
+    def refill(self) -> None:
+        model, group = self.model, self.store.state.table.next_group
+        new = [
+            make.submitted(group + i, step=model.steps + 1, sessions=SESSIONS)
+            for i in range(len(model.owed))
+        ]
+        self.store.refill(new)
+        for record, replaces in zip(new, model.owed, strict=True):
+            self.log(record, make.refilled(record.group, replaces))
+
+    @precondition(lambda self: not self.model.among("taken"))
+    @rule()
+    def checkpoint(self) -> None:
+        self.flush()
+        record = Checkpointed(
+            f"step-{self.model.steps:08d}-{len(self.records)}",
+            "train",
+            self.model.steps,
+            "digest",
+            self.store.position,
+        )
+        self.bases[record.directory] = (self.store.position, len(self.records))
+        self.store.commit(record)
+        self.log(record)
+
+    @precondition(lambda self: len(self.model.checkpoints) > 1)
+    @rule()
+    def collect(self) -> None:
+        record = Collect((self.model.checkpoints[0],))
+        self.store.collect(record)
+        self.log(record)
+
+    @precondition(lambda self: self.records)
+    @rule(pick=st.integers(0, 999))
+    def repeat(self, pick: int) -> None:
+        record = self.records[pick % len(self.records)]
+        if isinstance(record, SessionDone):
+            session = record.session
+            other = make.trajectory(session.group, session.index, length=7)
+            self.store.session_done(other, reward=0.5)
+        else:
+            self.store.append(record)
+
+    @rule()
+    def flush(self) -> None:
+        self.store.flush(1)
+        self.acknowledged = len(self.records)
+
+    # What happens to it.
+
+    @rule(how=st.sampled_from(["close", "power", "power", "kill"]), steps=st.integers(0, 12))
+    def stop_and_go_on(self, how: str, steps: int) -> None:
+        """An orderly end, or a loss of power or a kill after some steps of a commit."""
+        if how == "close":
+            self.store.close("end")
+            self.acknowledged = len(self.records)
+        else:
+            self.storage.fail_after = self.storage.operations + steps
+            with contextlib.suppress(PowerLost):
+                self.flush()
+            found = self.storage.crash if how == "power" else self.storage.process_kill
+            self.storage = found()
+            self.storage.fail_after = None
+        self.store = self.open()
+        kept = self.compare_with_log(upto=len(self.records))
+        assert self.acknowledged <= kept
+        self.records = self.records[:kept]
+        self.acknowledged = kept
+
+    @precondition(lambda self: self.model.checkpoints)
+    @rule(pick=st.integers(0, 99))
+    def rewind(self, pick: int) -> None:
+        self.flush()
+        names = self.model.checkpoints
+        position, count = self.bases[names[pick % len(names)]]
+        self.storage = self.storage.process_kill()
+        self.store = self.open(base=position)
+        self.records = [
+            record
+            for index, record in enumerate(self.records)
+            if index < count
+            or record.type not in DECISION_TYPES
+            or (isinstance(record, Checkpointed) and record.position <= position)
+        ]
+        self.acknowledged = len(self.records)
+        self.compare_with_log()
+
+    def compare_with_log(self, upto: int | None = None) -> int:
+        """The log holds these records in this order, up to a count that is returned."""
+        head = newest_started(self.storage, run_id=RUN_ID, below=self.store.incarnation + 1)
+        keys = [record.key() for _, record in read_lineage(self.storage, head).records]
+        found = [key for key in keys if not key.startswith(("incarnation/", "closed/"))]
+        expected = [record.key() for record in self.records]
+        assert found == (expected if upto is None else expected[: len(found)])
+        return len(found)
+
+    @invariant()
+    def agrees_with_the_model(self) -> None:
+        model, state = self.model, self.store.state
+        self.store.check()
+        counts = Counter(model.state.values())
+        for name in ("finished", "failed", "taken", "trained", "evicted"):
+            by_value = {s.value: n for s, n in state.counts.items()}
+            assert by_value.get(name, 0) == counts[name], name
+        assert sum(state.counts.values()) == len(model.state)
+        assert list(state.table.finished) == model.among("finished")
+        open_groups = self.store.open_groups()
+        assert [g.submitted.group for g in open_groups] == model.among("pending", "running")
+        for group in open_groups:
+            missing = {session.index for session in group.missing}
+            assert missing == set(range(SESSIONS)) - model.done[group.submitted.group]
+        assert {u.key(): t.groups for u, t in state.taken.items()} == model.taken
+        assert state.last_step == model.steps
+        assert list(state.table.owed) == model.owed
+        assert [c.directory for c in self.store.committed()] == model.checkpoints
+
+    @invariant()
+    def finished_groups_can_be_read(self) -> None:
+        for group in self.model.among("finished", "taken")[-2:]:
+            found = self.store.rewarded_group(GroupId(group))
+            for index, trajectory in enumerate(found.trajectories):
+                expected = make.trajectory(group, index)
+                assert trajectory.response_ids_T.tolist() == expected.response_ids_T.tolist()
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
