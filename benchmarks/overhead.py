@@ -2,11 +2,10 @@
 
     python benchmarks/overhead.py [RECIPE] [key=value ...] [--blocks N] [--steps N]
 
-Both train the same recipe with the same engine, learner and task code, in one process, alternating in
-blocks of steps. The plain loop keeps its experience in lists and saves nothing. Printed are ratios of
-that one run: seconds and CPU-seconds per step (the writer threads' CPU counts against perdure), and
-the share of a step that waits for the disk. Steps also get bit-identical weights in both, which is
-checked.
+Both train the same recipe with the same engine, learner and task code, in one process, alternating
+in blocks of steps. The plain loop keeps its experience in lists and saves nothing. Printed are
+ratios of that one run: seconds and CPU-seconds per step (the writer threads' CPU counts against
+perdure). Both end with the same weights, bit for bit, which is checked.
 """
 
 from __future__ import annotations

@@ -19,18 +19,16 @@ from perdure.core.ids import (
     SessionId,
     UpdateId,
 )
+from perdure.core.record_types import EvictionReason, GroupOutcome, StopReason
 from perdure.core.records import (
     Checkpointed,
     ControlRecord,
     Evicted,
-    EvictionReason,
-    GroupOutcome,
     GroupSettled,
     Published,
     Refilled,
     SessionDone,
     StepDone,
-    StopReason,
     Submitted,
     Taken,
 )

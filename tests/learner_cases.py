@@ -10,7 +10,7 @@ import torch
 
 from perdure.core.components import ComponentState
 from perdure.core.ids import GlobalStep, GroupId, LocalUpdate, PolicyVersion, SessionId, UpdateId
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.trajectories import RewardedGroup, Segment, Trajectory
 from perdure.learner import Learner, LearnerConfig, LearnerSetup, LocalLearner
 from perdure.models import ModelConfig, Transformer, init_weights

@@ -20,14 +20,8 @@ from perdure.core.ids import (
     PolicyVersion,
     SessionId,
 )
-from perdure.core.records import (
-    Closed,
-    ControlRecord,
-    IncarnationStarted,
-    SessionDone,
-    StopReason,
-    Submitted,
-)
+from perdure.core.record_types import StopReason
+from perdure.core.records import Closed, ControlRecord, IncarnationStarted, SessionDone, Submitted
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Segment, Trajectory
 from perdure.experience.claims import (

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from perdure.core.ids import PolicyVersion
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import (
     GenerationChunk,
     GenerationRequest,

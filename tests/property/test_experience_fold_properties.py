@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from perdure.core.errors import LifecycleError
 from perdure.core.ids import GroupId, IncarnationNumber
-from perdure.core.records import Collect, ControlRecord, EvictionReason, GroupOutcome, UpdateFailed
+from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.records import Collect, ControlRecord, UpdateFailed
 from perdure.experience.fold import ExperienceState, Placed, fold, rewound
 
 

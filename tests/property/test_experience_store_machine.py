@@ -20,14 +20,13 @@ from perdure.core.clock import ManualClock
 from perdure.core.errors import LifecycleError
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, SessionId
+from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
     DECISION_TYPES,
     Checkpointed,
     Collect,
     ControlRecord,
     Evicted,
-    EvictionReason,
-    GroupOutcome,
     GroupSettled,
     Refilled,
     SessionDone,

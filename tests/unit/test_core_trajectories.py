@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from perdure.core.ids import GroupId, PolicyVersion, SessionId
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.trajectories import Segment, Trajectory
 
 

@@ -10,19 +10,17 @@ import pytest
 
 from perdure.core.errors import LifecycleError
 from perdure.core.ids import GlobalStep, GroupId, IncarnationNumber, PolicyVersion, SessionId
+from perdure.core.record_types import EvictionReason, GroupOutcome, Stream
 from perdure.core.records import (
     Closed,
     Collect,
     ControlRecord,
     Evaluated,
-    EvictionReason,
-    GroupOutcome,
     IncarnationStarted,
     Partial,
     PhaseStep,
     Redone,
     SegmentOpened,
-    Stream,
     ToolResult,
     UpdateFailed,
 )

@@ -6,7 +6,8 @@ import experience_records as make
 import pytest
 
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.core.records import ControlRecord, EvictionReason, GroupOutcome
+from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.records import ControlRecord
 from perdure.experience.fold import ExperienceState, fold
 from perdure.experience.staleness import AgePolicy, Decision, decide, prompt_age
 

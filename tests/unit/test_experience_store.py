@@ -22,7 +22,8 @@ from perdure.core.errors import (
 )
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, SessionId
-from perdure.core.records import Collect, EvictionReason, GroupOutcome, Taken
+from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.records import Collect, Taken
 from perdure.core.storage_api import Storage
 from perdure.experience import (
     ClaimedRun,

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from log_cases import (
@@ -37,7 +41,13 @@ from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim
 from perdure.experience.entries import Entry
 from perdure.experience.writer import LogOptions, LogWriter
-from perdure.storage import FaultyStorage, MemoryStorage, StorageFault, StorageFaultKind
+from perdure.storage import (
+    FaultyStorage,
+    MemoryStorage,
+    PosixStorage,
+    StorageFault,
+    StorageFaultKind,
+)
 
 ORDER = [
     FaultPoint.LOG_PAYLOAD_WRITTEN,
@@ -490,3 +500,29 @@ def test_log_appends_from_many_threads_are_all_kept_in_each_threads_order() -> N
         mine = [key for key in kept if base <= int(key.split("/")[1]) < base + 1000]
         assert mine == [f"submitted/{group}" for group in range(base, base + 40)]
     check_contents(storage, log)
+
+
+def test_log_writer_left_open_does_not_keep_the_process_alive(tmp_path: Path) -> None:
+    script = f"""
+import pathlib
+from log_cases import make_claim, make_run, started
+from perdure.core.clock import SystemClock
+from perdure.core.faults import NoFaults
+from perdure.experience.writer import LogWriter
+from perdure.storage import PosixStorage
+storage = PosixStorage(pathlib.Path({str(tmp_path)!r}))
+make_run(storage)
+claimed = make_claim(storage)
+writer = LogWriter(storage, claim=claimed, clock=SystemClock(), faults=NoFaults())
+writer.append([started(claimed)])
+raise SystemExit(3)
+"""
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    run = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 3
+    assert kept_keys(read_head(PosixStorage(tmp_path))) == ["incarnation/1"]

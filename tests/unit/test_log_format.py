@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from perdure.core.errors import FutureFormatError
 from perdure.core.ids import IncarnationNumber, PayloadRef
-from perdure.core.records import RecordType
+from perdure.core.record_types import RecordType
 from perdure.experience.format import (
     Stamp,
     parse_record,

@@ -22,7 +22,7 @@ from log_cases import (
 
 from perdure.core.errors import DamagedError
 from perdure.core.ids import PayloadRef
-from perdure.core.records import RecordType
+from perdure.core.record_types import RecordType
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array
 from perdure.experience.entries import Entry, Payload

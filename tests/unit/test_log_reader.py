@@ -22,7 +22,8 @@ from log_cases import (
 from perdure.core import sealed_json
 from perdure.core.errors import DamagedError, FutureFormatError
 from perdure.core.ids import GlobalStep, IncarnationNumber, LocalUpdate, LogPosition, UpdateId
-from perdure.core.records import IncarnationStarted, RecordType, Taken
+from perdure.core.record_types import RecordType
+from perdure.core.records import IncarnationStarted, Taken
 from perdure.experience.claims import RunInfo, create_run
 from perdure.experience.entries import Entry
 from perdure.experience.format import Stamp, prepare_record, stamp_record

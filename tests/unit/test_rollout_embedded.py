@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from perdure.core.errors import ConfigError, TrainingError
 from perdure.core.ids import PolicyVersion
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import GenerationRequest, SamplingParams
 from perdure.models import ModelConfig, Transformer, init_weights, weights_of
 from perdure.rollout import EmbeddedEngine, EngineOptions

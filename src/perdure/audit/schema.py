@@ -93,9 +93,7 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
 
 def _list_of(kind: type, count: int | None = None) -> Callable[[Any], bool]:
     return lambda value: (
-        type(value) is list
-        and count in (None, len(value))
-        and all(type(item) is kind for item in value)
+        type(value) is list and count in (None, len(value)) and set(map(type, value)) <= {kind}
     )
 
 

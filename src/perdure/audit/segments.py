@@ -92,13 +92,13 @@ class Segment:
         return xxhash.xxh3_64_intdigest(self.view[:length])
 
     def fields(self, record: Record) -> dict[str, Any] | None:
-        """The record's fields; None if they are not a msgpack map with text keys."""
+        """The record's fields; None if they are not a msgpack map with named values."""
         start = record.offset + _HEADER.size
         try:
             value = msgpack.unpackb(self.view[start : start + record.fields_bytes])
         except (ValueError, msgpack.UnpackException):
             return None
-        return value if isinstance(value, dict) and all(type(key) is str for key in value) else None
+        return value if isinstance(value, dict) else None
 
 
 def read_segment(path: Path, stream: StreamName, *, incarnation: int, number: int) -> Segment:

@@ -7,20 +7,13 @@ append may be repeated after a crash.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import functools
-import operator
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from perdure.core.ids import (
     GlobalStep,
     GroupId,
     IncarnationNumber,
-    LocalUpdate,
     LogPosition,
     OptimizerStep,
     PayloadRef,
@@ -28,67 +21,13 @@ from perdure.core.ids import (
     SessionId,
     UpdateId,
 )
-
-
-class RecordType(enum.IntEnum):
-    """Number of a record type in the record header. Numbers are never reused."""
-
-    SEGMENT_OPENED = 1
-    INCARNATION_STARTED = 2
-    SUBMITTED = 3
-    SESSION_DONE = 4
-    GROUP_SETTLED = 5
-    PARTIAL = 6
-    TOOL_RESULT = 7
-    TAKEN = 8
-    STEP_DONE = 9
-    REDONE = 10
-    PUBLISHED = 11
-    EVICTED = 12
-    REFILLED = 13
-    CHECKPOINTED = 14
-    COLLECT = 15
-    EVALUATED = 16
-    PHASE_STEP = 17
-    UPDATE_FAILED = 18
-    CLOSED = 19
-    TRAJECTORY = 101
-    PARTIAL_TOKENS = 102
-    TRANSITIONS = 103
-
-
-class Stream(enum.Enum):
-    """The two streams of an incarnation's log."""
-
-    CONTROL = "control"
-    PAYLOAD = "payload"
-
-
-class GroupOutcome(enum.Enum):
-    """How a prompt group became terminal."""
-
-    FINISHED = "finished"
-    FAILED = "failed"
-
-
-class EvictionReason(enum.Enum):
-    """Why a group left without being trained."""
-
-    AGE = "age"
-    FAILED = "failed"
-    FILTERED = "filtered"
-    VERSION_SPAN = "version_span"
-    VERSION_LAG = "version_lag"
-    POISON = "poison"
-    ABANDONED = "abandoned"
-
-
-class StopReason(enum.Enum):
-    """Why generation of a session ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
+from perdure.core.record_types import (
+    EvictionReason,
+    GroupOutcome,
+    RecordType,
+    StopReason,
+    Stream,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,81 +376,3 @@ def is_void(record: ControlRecord, position: LogPosition, base: LogPosition) -> 
     """
     stands = record.position if isinstance(record, Checkpointed) else position
     return record.type in DECISION_TYPES and stands > base
-
-_CLASSES: dict[RecordType, type[Any]] = {cls.type: cls for cls in typing.get_args(ControlRecord)}
-_Convert = Callable[[Any], Any]
-
-
-def record_fields(record: ControlRecord) -> dict[str, object]:
-    """The msgpack-able fields of a record: ids as lists, enums by value."""
-    return {
-        name: getattr(record, name) if encode is None else encode(getattr(record, name))
-        for name, encode, _ in _codec(type(record))
-    }
-
-
-def record_from_fields(type_number: int, fields: dict[str, Any]) -> ControlRecord:
-    """Rebuild a record. Unknown fields are ignored (added by a later minor version).
-
-    Raises:
-        ValueError: The type is unknown or a field is missing or of the wrong shape.
-    """
-    try:
-        cls = _CLASSES[RecordType(type_number)]
-        return cls(
-            **{
-                name: fields[name] if decode is None else decode(fields[name])
-                for name, _, decode in _codec(cls)
-                if name in fields
-            }
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"not a valid record of type {type_number}: {error}") from error
-
-
-@functools.cache
-def _codec(cls: type[Any]) -> tuple[tuple[str, _Convert | None, _Convert | None], ...]:
-    """Name, encoder and decoder (None: as it is) of every field; type hints are slow to read."""
-    hints = typing.get_type_hints(cls)
-    return tuple((f.name, *_converters(hints[f.name])) for f in dataclasses.fields(cls))
-
-
-def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
-    options = typing.get_args(hint)
-    if type(None) in options:
-        encode, decode = _converters(next(o for o in options if o is not type(None)))
-        return _unless_none(encode), _unless_none(decode)
-    if typing.get_origin(hint) is tuple:
-        return list, tuple
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return operator.attrgetter("value"), hint
-    if hint is SessionId:
-        return _session_list, _session_from
-    if hint is UpdateId:
-        return _update_list, _update_from
-    if hint in (LogPosition, PayloadRef):
-        names = [f.name for f in dataclasses.fields(hint)]
-        return lambda value: [getattr(value, name) for name in names], lambda value: hint(*value)
-    return None, None
-
-
-def _unless_none(convert: _Convert | None) -> _Convert | None:
-    if convert is None:
-        return None
-    return lambda value: None if value is None else convert(value)
-
-
-def _session_list(session: SessionId) -> list[int]:
-    return [session.group, session.index]
-
-
-def _session_from(value: Any) -> SessionId:
-    return SessionId(GroupId(value[0]), value[1])
-
-
-def _update_list(update: UpdateId) -> list[int]:
-    return [update.global_step, update.local_update]
-
-
-def _update_from(value: Any) -> UpdateId:
-    return UpdateId(GlobalStep(value[0]), LocalUpdate(value[1]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from perdure.core.ids import PolicyVersion
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.trajectories import Array
 
 

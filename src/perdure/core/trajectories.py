@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from perdure.core.ids import PolicyVersion, SessionId
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 
 Array = np.ndarray[Any, Any]
 

@@ -11,7 +11,7 @@ from perdure.core.errors import FencedError, StorageError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
-from perdure.core.records import Stream
+from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim, is_fenced
 from perdure.experience.entries import PreparedEntry

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
-from perdure.core.records import ControlRecord, Partial, RecordType, SessionDone, record_fields
+from perdure.core.record_codec import record_fields
+from perdure.core.record_types import RecordType
+from perdure.core.records import ControlRecord, Partial, SessionDone
 from perdure.core.trajectories import Array
 from perdure.experience.format import prepare_record, prepare_referring_record
 

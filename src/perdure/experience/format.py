@@ -18,7 +18,7 @@ import xxhash
 
 from perdure.core.errors import FutureFormatError
 from perdure.core.ids import PayloadRef
-from perdure.core.records import RecordType
+from perdure.core.record_types import RecordType
 from perdure.core.trajectories import Array
 
 MAGIC = b"PLOG"

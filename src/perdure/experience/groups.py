@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 
 from perdure.core.errors import LifecycleError
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
+from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
     Evicted,
-    EvictionReason,
-    GroupOutcome,
     GroupSettled,
     Partial,
     Refilled,

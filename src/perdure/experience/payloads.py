@@ -7,7 +7,7 @@ from typing import Any
 
 from perdure.core.errors import DamagedError
 from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
-from perdure.core.records import RecordType, StopReason, Stream
+from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
 from perdure.experience.format import parse_record, record_arrays, record_body

@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
-from perdure.core.records import (
-    ControlRecord,
-    IncarnationStarted,
-    Partial,
-    RecordType,
-    SessionDone,
-    Stream,
-    is_void,
-    record_from_fields,
-)
+from perdure.core.record_codec import record_from_fields
+from perdure.core.record_types import RecordType, Stream
+from perdure.core.records import ControlRecord, IncarnationStarted, Partial, SessionDone, is_void
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import read_run
 from perdure.experience.format import ALIGNMENT, decode_header, record_body

@@ -12,7 +12,8 @@ import xxhash
 
 from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber
-from perdure.core.records import SegmentOpened, Stream
+from perdure.core.record_types import Stream
+from perdure.core.records import SegmentOpened
 from perdure.core.storage_api import Storage
 from perdure.experience.format import RecordHeader, parse_record
 from perdure.experience.segments import (

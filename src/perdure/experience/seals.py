@@ -14,7 +14,7 @@ import xxhash
 from perdure.core import sealed_json
 from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber
-from perdure.core.records import Stream
+from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.scan import Extent, Span, Tail, map_segment, scan_incarnation
 from perdure.experience.segments import LOG_DIR, SegmentName, damage, segments_of

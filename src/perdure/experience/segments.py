@@ -10,7 +10,9 @@ import numpy as np
 
 from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber
-from perdure.core.records import RecordType, SegmentOpened, Stream, record_from_fields
+from perdure.core.record_codec import record_from_fields
+from perdure.core.record_types import RecordType, Stream
+from perdure.core.records import SegmentOpened
 from perdure.core.storage_api import Storage
 from perdure.experience.format import (
     ALIGNMENT,

@@ -11,7 +11,8 @@ import enum
 from dataclasses import dataclass
 
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.core.records import EvictionReason, Submitted
+from perdure.core.record_types import EvictionReason
+from perdure.core.records import Submitted
 from perdure.experience.fold import ExperienceState
 
 

@@ -25,14 +25,13 @@ from perdure.core.ids import (
     SessionId,
     UpdateId,
 )
+from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
     Checkpointed,
     Closed,
     Collect,
     ControlRecord,
     Evicted,
-    EvictionReason,
-    GroupOutcome,
     GroupSettled,
     IncarnationStarted,
     Partial,

@@ -10,7 +10,9 @@ import xxhash
 from perdure.core.errors import StorageError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import IncarnationNumber
-from perdure.core.records import SegmentOpened, Stream, record_fields
+from perdure.core.record_codec import record_fields
+from perdure.core.record_types import Stream
+from perdure.core.records import SegmentOpened
 from perdure.core.storage_api import AppendFile, Storage
 from perdure.experience.format import Stamp, prepare_record, stamp_record
 from perdure.experience.scan import Span

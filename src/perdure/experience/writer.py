@@ -21,7 +21,7 @@ from perdure.experience.entries import Entry, Payload, PreparedEntry, prepare_en
 
 __all__ = ["Entry", "LogOptions", "LogWriter", "Payload"]
 
-_IDLE_S = 1.0
+_IDLE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class LogWriter:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         if self._options.threaded:
-            self._thread = threading.Thread(target=self._run, name="perdure-log", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="perdure-log")
             self._thread.start()
 
     @property
@@ -238,8 +238,11 @@ class LogWriter:
                 self._commit_open()
 
     def _wait_for_work(self) -> bool:
+        """Wait for entries; False: the writer is closing, or the process ends without closing it."""
         with self._changed:
-            while not self._open.entries and not self._closing:
+            while not (self._open.entries or self._closing):
+                if not threading.main_thread().is_alive():
+                    break
                 self._changed.wait(_IDLE_S)
             return bool(self._open.entries)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from perdure.core.errors import ConfigError, TrainingError
 from perdure.core.ids import PolicyVersion
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import (
     EngineCapabilities,
     GenerationChunk,

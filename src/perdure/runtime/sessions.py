@@ -11,7 +11,8 @@ import numpy as np
 from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import LogPosition, PolicyVersion, SessionId
-from perdure.core.records import GroupOutcome, StopReason, Submitted
+from perdure.core.record_types import GroupOutcome, StopReason
+from perdure.core.records import Submitted
 from perdure.core.rollout_api import (
     GenerationChunk,
     GenerationRequest,

@@ -18,7 +18,7 @@ from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.core.records import EvictionReason
+from perdure.core.record_types import EvictionReason
 from perdure.core.storage_api import Storage
 from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
 from perdure.runtime.ledger import LogLedger

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from perdure.core.records import StopReason
+from perdure.core.record_types import StopReason
 from perdure.core.trajectories import RewardedGroup
 from perdure.learner.api import LocalUpdateResult
 
