@@ -143,7 +143,6 @@ def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]
         "evictions": dict(table.evictions),
         "owed": dict(table.owed),
         "refills": set(table.refills),
-        "submitted_at": {s: n for s, n in table.submitted_at.items() if n},
         "next": (table.next_group, table.next_data_index, state.next_update, state.next_version),
         "finished": list(table.finished),
         "failed": sorted(g.submitted.group for g in table.failed()),
@@ -154,6 +153,7 @@ def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]
         "published": dict(state.published),
         "evaluated": dict(state.evaluated),
         "checkpoints": list(state.checkpoints),
+        "collected": list(state.collected),
         "phase_steps": dict(state.phase_steps),
         "failures": dict(state.update_failures),
     }

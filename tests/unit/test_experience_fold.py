@@ -96,7 +96,6 @@ def test_what_the_log_says_is_found_under_its_names(state: ExperienceState) -> N
     assert state.incarnations == [started]
     assert state.closed[0].reason == "finished"
     assert (state.table.next_group, state.table.next_data_index) == (6, 6)
-    assert state.table.submitted_at == {1: 2, 2: 2, 3: 2}
 
 
 def test_a_repeated_record_changes_nothing_and_keeps_its_first_place(
@@ -212,7 +211,6 @@ def test_every_eviction_owes_exactly_one_prompt(state: ExperienceState) -> None:
     assert list(state.table.owed) == [1, 0]
     apply_all(state, [make.submitted(3, step=4), make.refilled(3, 1)])
     assert list(state.table.owed) == [0]
-    assert state.table.submitted_at[GlobalStep(4)] == 0
     for wrong in (make.refilled(3, 0), make.refilled(9, 0), make.refilled(2, 2)):
         with pytest.raises(LifecycleError):
             state.apply(None, wrong)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import experience_records as make
@@ -276,7 +278,6 @@ def test_every_eviction_is_refilled_once_across_a_crash(
     second.evict(reasons, global_step=GlobalStep(3))
     assert not second.state.table.owed
     assert second.state.counts[GroupState.EVICTED] == 2
-    assert second.state.table.submitted_at[GlobalStep(3)] == 0
 
 
 def test_a_refill_is_on_disk_with_its_group_or_not_at_all(
@@ -480,3 +481,38 @@ def test_urge_resolves_with_everything_appended_so_far(
     assert position == store.position
     store.close("end")
     assert read_experience(storage)[0].closed[0].reason == "end"
+
+
+def test_checkpoints_are_committed_from_another_thread_while_sessions_arrive(
+    storage: MemoryStorage, claim: Claimer
+) -> None:
+    store = claim(storage, options=LogOptions(linger_s=0.0)).start()
+
+    def commit_and_collect() -> None:
+        for number in range(40):
+            record = dataclasses.replace(
+                make.checkpointed(0, store.position), directory=f"step-00000000-{number}"
+            )
+            store.commit(record).result(5)
+            if number:
+                store.collect(Collect((f"step-00000000-{number - 1}",))).result(5)
+
+    with ThreadPoolExecutor(1) as pool:
+        committing = pool.submit(commit_and_collect)
+        for step in range(1, 41):
+            finish(store, step - 1)
+            take(store, step, 1)
+            store.append(make.step_done(step))
+        committing.result(20)
+    store.close("end")
+    state, _ = read_experience(storage)
+    state.check()
+    assert make.comparable(state, places=False) == make.comparable(store.state, places=False)
+    assert [c.directory for c in state.checkpoints] == ["step-00000000-39"]
+
+
+def test_an_incarnation_starts_once(storage: MemoryStorage, claim: Claimer) -> None:
+    claimed = claim(storage)
+    claimed.start()
+    with pytest.raises(AssertionError, match="starts once"):
+        claimed.start()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from perdure.core.errors import LifecycleError
-from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
+from perdure.core.ids import GroupId, LogPosition, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
     Evicted,
@@ -85,19 +85,14 @@ class GroupTable:
         """Evictions without a refill, oldest first."""
         self.refills: set[GroupId] = set()
         """Groups that replaced another one."""
-        self.submitted_at: Counter[GlobalStep] = Counter()
-        """Groups submitted for a global step, refills left out."""
+        self.next_group = GroupId(0)
+        """Id of the next submission; ids count from 0 without gaps."""
         self.next_data_index = 0
         self.newest_version = PolicyVersion(0)
         """Highest version that generated a settled session."""
         self._open: dict[GroupId, None] = {}
         self._failed: dict[GroupId, None] = {}
         self._finished: list[GroupId] = []
-
-    @property
-    def next_group(self) -> GroupId:
-        """Id of the next submission; ids count from 0 without gaps."""
-        return GroupId(len(self.live) + len(self.retired))
 
     @property
     def finished(self) -> Sequence[GroupId]:
@@ -153,7 +148,7 @@ class GroupTable:
         self.live[record.group] = Group(record)
         self.counts[GroupState.PENDING] += 1
         self._open[record.group] = None
-        self.submitted_at[record.submitted_step] += 1
+        self.next_group = GroupId(record.group + 1)
         self.next_data_index += 1
 
     def progress(self, session: SessionId) -> None:
@@ -226,14 +221,13 @@ class GroupTable:
 
     def refill(self, record: Refilled) -> None:
         """A submitted group pays for an eviction."""
-        replacement = self._live(record.group)
+        self._live(record.group)
         if record.replaces not in self.owed or record.group in self.refills:
             raise _illegal(
                 record.group, f"refills group {record.replaces}, for which no prompt is owed"
             )
         del self.owed[record.replaces]
         self.refills.add(record.group)
-        self.submitted_at[replacement.submitted.submitted_step] -= 1
 
     def retire(self, group: GroupId) -> None:
         """Forget everything about a terminal group but its state."""
@@ -241,8 +235,9 @@ class GroupTable:
         if live is None:
             return
         assert live.state in (GroupState.TRAINED, GroupState.EVICTED)
-        del self.live[group]
+        # In this order a group has a state at every moment, also for a thread that only looks.
         self.retired[group] = Retired(live.state, sum(1 << index for index in live.done))
+        del self.live[group]
 
     def check(self) -> None:
         """Assert the conservation law and that every index agrees with the groups."""
@@ -252,7 +247,6 @@ class GroupTable:
         assert sum(self.counts.values()) == self.next_group
         assert not self.live.keys() & self.retired.keys()
         assert set(self.live) | set(self.retired) == set(range(self.next_group))
-        assert sum(self.submitted_at.values()) == self.next_group - len(self.refills)
         assert list(self._open) == sorted(g for g, v in self.live.items() if v.state in OPEN)
         assert self._finished == sorted(self._in(GroupState.FINISHED))
         assert set(self._failed) == set(self._in(GroupState.FAILED))

@@ -53,6 +53,7 @@ class ClaimedRun:
         self._claim = claim
         self._records = log.records
         self._open_writer = open_writer
+        self._started = False
 
     @property
     def run(self) -> RunInfo:
@@ -91,6 +92,8 @@ class ClaimedRun:
             FencedError: Somebody else claimed the run meanwhile.
             StorageError: The record could not be made durable.
         """
+        assert not self._started, "an incarnation starts once"
+        self._started = True
         record = IncarnationStarted(
             incarnation=self.incarnation,
             parent=self.parent,
