@@ -1,0 +1,110 @@
+"""The store's promises on every storage and in both commit modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import experience_records as make
+import numpy as np
+import pytest
+
+from perdure.core.clock import SystemClock
+from perdure.core.faults import NoFaults
+from perdure.core.ids import GlobalStep, GroupId
+from perdure.core.records import EvictionReason, GroupOutcome
+from perdure.core.storage_api import Storage
+from perdure.experience import (
+    AgePolicy,
+    ExperienceStore,
+    GroupState,
+    LogOptions,
+    RunInfo,
+    claim_experience,
+    create_run,
+    decide,
+    read_experience,
+)
+from perdure.storage.memory import MemoryStorage
+from perdure.storage.posix import PosixStorage
+
+MAKERS: dict[str, Callable[[Path], Storage]] = {
+    "memory": lambda path: MemoryStorage(),
+    "posix": PosixStorage,
+}
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    value = MAKERS[request.param](tmp_path)
+    create_run(value, RunInfo("5" * 32, 0.0))
+    return value
+
+
+@pytest.fixture(params=[True, False], ids=["threaded", "inline"])
+def options(request: pytest.FixtureRequest) -> LogOptions:
+    return LogOptions(linger_s=0.0, threaded=request.param, segment_bytes=8192)
+
+
+def start(storage: Storage, options: LogOptions) -> ExperienceStore:
+    claimed = claim_experience(storage, clock=SystemClock(), faults=NoFaults(), options=options)
+    return claimed.start(cache_bytes=0)
+
+
+def run_group(store: ExperienceStore, group: int, rewards: tuple[float, ...]) -> None:
+    store.submit([make.submitted(group, sessions=len(rewards))])
+    for index, reward in enumerate(rewards):
+        store.session_done(make.trajectory(group, index), reward=reward)
+    store.settle(GroupId(group), GroupOutcome.FINISHED)
+
+
+def test_a_run_goes_on_where_it_stopped(storage: Storage, options: LogOptions) -> None:
+    first = start(storage, options)
+    for group in range(12):
+        run_group(first, group, (0.0, 1.0))
+    first.take(make.update_id(1), groups=first.oldest_finished(4), config_digest="config")
+    first.append(make.step_done(1))
+    first.flush(10)
+    first.commit(make.checkpointed(1, first.position))
+    first.take(make.update_id(2), groups=first.oldest_finished(4), config_digest="config")
+    first.close("stopped")
+    first.check()
+
+    second = start(storage, options)
+    assert make.comparable(second.state, places=False) == make.comparable(first.state, places=False)
+    redone = second.state.updates_after(second.committed()[0].position)
+    assert [record.groups for record in redone] == [(4, 5, 6, 7)]
+    for number in redone[0].groups:
+        group = second.rewarded_group(GroupId(number))
+        for index, found in enumerate(group.trajectories):
+            wanted = make.trajectory(number, index)
+            np.testing.assert_array_equal(found.response_ids_T, wanted.response_ids_T, strict=True)
+            assert not found.logprobs_T.flags.owndata
+    second.append(make.step_done(2))
+    second.close("finished")
+    second.check()
+    state, _ = read_experience(storage)
+    assert state.last_step == 2
+    assert state.counts[GroupState.TRAINED] == 8
+
+
+def test_a_decision_is_applied_and_paid_for(storage: Storage, options: LogOptions) -> None:
+    store = start(storage, options)
+    run_group(store, 0, (1.0, 1.0))
+    run_group(store, 1, (0.0, 1.0))
+    step = GlobalStep(2)
+    decision = decide(
+        store.state, global_step=step, policy=AgePolicy.DROP, threshold=2, dynamic_filter=True
+    )
+    assert decision.evict == ((GroupId(0), EvictionReason.FILTERED),)
+    store.evict(decision.evict, global_step=step)
+    store.close("stopped")
+    store.check()
+
+    store = start(storage, options)
+    decision = decide(store.state, global_step=step, policy=AgePolicy.DROP, threshold=2)
+    assert (decision.evict, decision.refill) == ((), 1)
+    store.refill([make.submitted(2, step=2)])
+    assert decide(store.state, global_step=step, policy=AgePolicy.DROP, threshold=2).refill == 0
+    store.close("stopped")
+    store.check()
