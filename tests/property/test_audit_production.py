@@ -1,0 +1,198 @@
+"""What the production writer leaves behind audits clean, through faults, kills and loss of power.
+
+The audit and the writer share no code, so that each checks the other's reading of the format page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import experience_records as make
+import pytest
+
+from perdure.audit import audit_run
+from perdure.core.clock import ManualClock
+from perdure.core.errors import DamagedError, StorageError
+from perdure.core.faults import NoFaults
+from perdure.core.ids import GlobalStep, OptimizerStep, PolicyVersion
+from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.records import Published, StepDone
+from perdure.core.storage_api import Storage
+from perdure.experience import ExperienceStore, LogOptions, RunInfo, claim_experience, create_run
+from perdure.experience.opening import ClaimedRun
+from perdure.storage import MemoryStorage
+from perdure.storage.faulty import FaultyStorage, RandomFaults, StorageFaultKind
+
+LOG = LogOptions(threaded=False, tries=3, segment_bytes=2048)
+WRITE_FAULTS = RandomFaults(
+    rate=0.02,
+    kinds=(
+        StorageFaultKind.TORN_WRITE,
+        StorageFaultKind.NO_SPACE,
+        StorageFaultKind.EIO_WRITE,
+        StorageFaultKind.EIO_SYNC,
+    ),
+)
+SEEDS = range(25)
+LIVES = 5
+SESSIONS = 2
+
+
+class Killed(Exception):
+    """The process is gone; nothing is closed."""
+
+
+class Life:
+    """One incarnation that trains until it is killed or has done its steps."""
+
+    def __init__(self, storage: Storage, rng: random.Random, versions: Iterator[int]) -> None:
+        self._storage = storage
+        self._rng = rng
+        self._versions = versions
+
+    def live(self) -> None:
+        claimed = claim_experience(
+            self._storage, clock=ManualClock(), faults=NoFaults(), take_over=True, options=LOG
+        )
+        try:
+            store = self._start(claimed)
+            for _ in range(self._rng.randint(1, 3)):
+                self._step(store)
+            if self._rng.random() < 0.5:
+                store.close("done")
+        except (Killed, StorageError):
+            pass
+        finally:
+            claimed.release()
+
+    def _start(self, claimed: ClaimedRun) -> ExperienceStore:
+        done = list(claimed.state.step_done.values())
+        rewind = done and self._rng.random() < 0.3
+        base = claimed.state.position_of(self._rng.choice(done)) if rewind else None
+        store = claimed.start(base_position=base)
+        if not store.state.published:
+            self._publish(store, GlobalStep(0), "weights")
+        return store
+
+    def _step(self, store: ExperienceStore) -> None:
+        step = GlobalStep(store.state.last_step + 1)
+        self._maybe_die()
+        self._fill(store, step)
+        store.flush(1)
+        for local in range(len(store.state.updates_of(step)), 2):
+            self._maybe_die()
+            groups = store.oldest_finished(2)
+            store.take(make.update_id(step, local), groups=groups, config_digest="config")
+            store.flush(1)
+        self._maybe_die()
+        policy = f"policy-{step}-{self._rng.random()}"
+        store.append(StepDone(step, f"state-{step}", policy, OptimizerStep(step), {}, {}))
+        self._publish(store, step, policy)
+
+    def _publish(self, store: ExperienceStore, step: GlobalStep, digest: str) -> None:
+        store.append(Published(PolicyVersion(next(self._versions)), digest, step))
+        store.flush(1)
+
+    def _fill(self, store: ExperienceStore, step: GlobalStep) -> None:
+        """Finish enough groups for the step; some fail and are replaced."""
+        table = store.state.table
+        while True:
+            owed = 2 * (2 - len(store.state.updates_of(step))) - len(table.finished)
+            fresh = owed - len(store.open_groups())
+            if fresh > 0:
+                first = table.next_group
+                groups = [make.submitted(first + i, step=step) for i in range(fresh)]
+                store.submit(groups)
+            if owed <= 0:
+                return
+            for group in store.open_groups():
+                self._maybe_die()
+                self._finish(store, group.submitted.group, [s.index for s in group.missing])
+
+    def _finish(self, store: ExperienceStore, group: int, missing: list[int]) -> None:
+        version = store.state.newest_version
+        failed = self._rng.random() < 0.1
+        for index in missing[1:] if failed else missing:
+            trajectory = make.trajectory(group, index, version=version)
+            store.start_session(trajectory.session)
+            store.session_done(trajectory, reward=1.0, parts={})
+        outcome = GroupOutcome.FAILED if failed else GroupOutcome.FINISHED
+        submitted = make.submitted(group)
+        store.settle(submitted.group, outcome, "broke" if failed else "")
+        if failed:
+            step = GlobalStep(store.state.last_step + 1)
+            store.evict([(submitted.group, EvictionReason.FAILED)], global_step=step)
+
+    def _maybe_die(self) -> None:
+        if self._rng.random() < 0.03:
+            raise Killed
+
+
+def assert_proved(storage: MemoryStorage, run: Path) -> dict[str, int]:
+    for name, data in storage.files().items():
+        path = run / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    report = audit_run(run)
+    assert report.ok, "\n".join(report.summary_lines())
+    return dict(report.counts)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_life_audits_clean(tmp_path: Path, seed: int) -> None:
+    rng, versions = random.Random(seed), itertools.count(1)
+    disk = MemoryStorage(seed=seed)
+    create_run(disk, RunInfo("5" * 32, 0.0))
+    for life in range(LIVES):
+        storage = FaultyStorage(disk, seed=1000 * seed + life, random=WRITE_FAULTS)
+        try:
+            Life(storage, rng, versions).live()
+        except StorageError:  # struck while it was claimed
+            continue
+        assert_proved(disk, tmp_path / f"alive-{life}")
+        if rng.random() < 0.5:
+            disk = disk.crash(seed=rng.randrange(1 << 30))
+            assert_proved(disk, tmp_path / f"crashed-{life}")
+    Life(disk, rng, versions).live()
+    assert_proved(disk, tmp_path / "end")
+
+
+def test_the_campaign_reaches_what_it_is_for(tmp_path: Path) -> None:
+    """Across the seeds steps are trained, decisions voided, tails cut and groups evicted."""
+    totals = dict.fromkeys(
+        ("training.global_steps", "log.void_decisions", "groups.evicted", "log.segments"), 0
+    )
+    for seed in range(6):
+        rng, versions = random.Random(seed), itertools.count(1)
+        disk = MemoryStorage(seed=seed)
+        create_run(disk, RunInfo("5" * 32, 0.0))
+        for _ in range(LIVES):
+            Life(disk, rng, versions).live()
+        counts = assert_proved(disk, tmp_path / str(seed))
+        totals = {name: totals[name] + counts[name] for name in totals}
+    assert all(totals.values()), totals
+
+
+def test_production_reader_and_audit_agree_on_damage(tmp_path: Path) -> None:
+    disk = MemoryStorage()
+    create_run(disk, RunInfo("5" * 32, 0.0))
+    versions = itertools.count(1)
+    for seed in range(3):
+        Life(disk, random.Random(seed), versions).live()
+    segments = sorted(name for name in disk.files() if name.endswith("-000000.plog"))
+    assert segments
+    for name in segments:
+        broken = disk.crash(seed=0)
+        data = bytearray(disk.files()[name])
+        data[len(data) // 3] ^= 1
+        broken.damage(name, bytes(data))
+        run = tmp_path / name.replace("/", "-")
+        with pytest.raises(AssertionError):
+            assert_proved(broken, run)
+        with pytest.raises(DamagedError):
+            claim_experience(
+                broken, clock=ManualClock(), faults=NoFaults(), take_over=True, options=LOG
+            )
