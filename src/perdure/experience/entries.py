@@ -14,8 +14,7 @@ from perdure.core.trajectories import Array
 from perdure.experience.format import prepare_record, prepare_referring_record
 
 
-@dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(NamedTuple):
     """A payload record to be; ``key`` is its idempotency key.
 
     The arrays are copied when the payload is appended.
@@ -46,16 +45,13 @@ class Entry:
 
 
 class PreparedEntry(NamedTuple):
-    """An entry as bytes, all but its place."""
+    """An entry as bytes, all but its place; ``size`` in bytes."""
 
     entry: Entry
     key: str
     control: bytearray | None
     payload: bytearray | None
-
-    @property
-    def size(self) -> int:
-        return len(self.control or b"") + len(self.payload or b"")
+    size: int
 
 
 def prepare_entry(entry: Entry) -> PreparedEntry:
@@ -64,24 +60,26 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
     Raises:
         TypeError: A field is not msgpack-able.
         ValueError: Neither control nor payload, a pair whose control record refers to nothing, or
-            arrays of 4 GiB and more.
+            a record of 4 GiB or more.
     """
     control, payload = entry.control, entry.payload
     payload_bytes = None
+    size = 0
     if payload is not None:
         payload_bytes = prepare_record(
             payload.type, key=payload.key, fields=payload.fields, arrays=payload.arrays
         )
+        size = len(payload_bytes)
     if control is None:
         if payload is None:
             raise ValueError("an entry has a control record, a payload, or both")
-        return PreparedEntry(entry, payload.key, None, payload_bytes)
+        return PreparedEntry(entry, payload.key, None, payload_bytes, size)
     key = control.key()
+    fields = record_fields(control)
     if payload is None:
-        prepare = prepare_record
+        control_bytes = prepare_record(control.type, key=key, fields=fields)
     elif isinstance(control, SessionDone | Partial):
-        prepare = prepare_referring_record
+        control_bytes = prepare_referring_record(control.type, key=key, fields=fields)
     else:
         raise ValueError(f"a record of type {control.type.name} refers to no payload")
-    control_bytes = prepare(control.type, key=key, fields=record_fields(control))
-    return PreparedEntry(entry, key, control_bytes, payload_bytes)
+    return PreparedEntry(entry, key, control_bytes, payload_bytes, size + len(control_bytes))

@@ -8,6 +8,7 @@ without encoding anything again.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
@@ -41,7 +42,7 @@ _EXTENT = struct.Struct(">BIBI")
 _REFERENCE = struct.Struct(">BBIBIBQBQBQ")
 _NO_REFERENCE = bytes(_REFERENCE.size)
 _UINT32, _UINT64, _ARRAY_OF_5 = 0xCE, 0xCF, 0x95
-_MAX_ARRAY_BYTES = 2**32
+_UINT32_MAX = _MAX_BYTES = 2**32 - 1
 _KNOWN_TYPES = frozenset(int(number) for number in RecordType)
 
 
@@ -85,36 +86,32 @@ def prepare_record(
 
     Raises:
         TypeError: A field is not msgpack-able.
-        ValueError: The arrays take 4 GiB or more.
+        ValueError: The record would take 4 GiB or more.
     """
     if arrays is None:
         return _join(record_type, key, _pack(fields), [])
-    # The offsets depend on the length of the fields that list them: they get a fixed width.
-    open_fields = _pack({**fields, "arrays": None})[:-1] + _array_header(len(arrays))
-    raws = [(_array_head(name, a.dtype, a.shape), _raw(a)) for name, a in arrays.items()]
-    fields_length = len(open_fields) + sum(len(head) + _EXTENT.size for head, _ in raws)
-    offset = _aligned(HEADER_BYTES + fields_length)
-    packed = [open_fields]
-    pieces: list[bytes] = []
-    for head, raw in raws:
-        size = len(raw)
-        if offset + size >= _MAX_ARRAY_BYTES:
-            raise ValueError(f"the arrays of record {key} take 4 GiB or more")
-        packed += (head, _EXTENT.pack(_UINT32, offset, _UINT32, size))
-        padding = -size % ALIGNMENT
-        pieces += (raw, _ZEROS[:padding])
-        offset += size + padding
-    return _join(record_type, key, b"".join(packed), pieces)
+    open_fields = _pack({**fields, "arrays": None})[:-1]
+    signature = tuple([(name, a.dtype, a.shape) for name, a in arrays.items()])
+    layout = _layout(signature, len(open_fields))
+    if layout.end > _MAX_BYTES:
+        raise ValueError(f"record {key} takes {layout.end} bytes; at most {_MAX_BYTES} fit")
+    if layout.swapped:
+        arrays = {name: a.astype(a.dtype.newbyteorder("<")) for name, a in arrays.items()}
+    raws = [array.tobytes() for array in arrays.values()]
+    pieces = [piece for pair in zip(raws, layout.paddings, strict=True) for piece in pair]
+    return _join(record_type, key, open_fields + layout.listing, pieces)
 
 
 def prepare_referring_record(
-    record_type: RecordType, *, key: str, fields: Mapping[str, object]
+    record_type: RecordType, *, key: str, fields: dict[str, object]
 ) -> bytearray:
-    """Build a record whose field ``payload`` is left open for :func:`set_reference`."""
-    reordered = dict(fields)
-    del reordered["payload"]
-    reordered["payload"] = None
-    return _join(record_type, key, _pack(reordered)[:-1] + _NO_REFERENCE, [])
+    """Build a record whose field ``payload`` is left open for :func:`set_reference`.
+
+    It becomes the last of the fields.
+    """
+    del fields["payload"]
+    fields["payload"] = None
+    return _join(record_type, key, _pack(fields)[:-1] + _NO_REFERENCE, [])
 
 
 def set_reference(record: bytearray, ref: PayloadRef) -> None:
@@ -227,21 +224,41 @@ def _join(record_type: RecordType, key: str, packed: bytes, arrays: list[bytes])
     return record
 
 
+class _Layout(NamedTuple):
+    """Where arrays of given names, dtypes and shapes lie behind fields of a given length.
+
+    ``swapped``: some are big-endian and must be turned round.
+    """
+
+    listing: bytes
+    paddings: tuple[bytes, ...]
+    end: int
+    swapped: bool
+
+
 @functools.lru_cache(maxsize=4096)
-def _array_head(name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The start of an entry of ``arrays``: an array of five, of which three are here."""
-    return b"\x95" + _pack([name, dtype.newbyteorder("<").str, shape])[1:]
-
-
-@functools.cache
-def _array_header(count: int) -> bytes:
-    return _pack([None] * count)[: -count or None]
-
-
-def _raw(array: Array) -> bytes:
-    if array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    return array.tobytes()
+def _layout(
+    signature: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], open_length: int
+) -> _Layout:
+    # The offsets depend on the length of the fields that list them: they get a fixed width.
+    head = _pack([None] * len(signature))[: -len(signature) or None]
+    names = [
+        b"\x95" + _pack([name, dtype.newbyteorder("<").str, shape])[1:]
+        for name, dtype, shape in signature
+    ]
+    listed = len(head) + sum(len(name) + _EXTENT.size for name in names)
+    offset = _aligned(HEADER_BYTES + open_length + listed)
+    entries = [head]
+    paddings: list[bytes] = []
+    for name, (_, dtype, shape) in zip(names, signature, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        # An offset that does not fit is refused by the caller, by the end of the record.
+        extent = _EXTENT.pack(_UINT32, offset & _UINT32_MAX, _UINT32, size & _UINT32_MAX)
+        entries += (name, extent)
+        paddings.append(_ZEROS[: -size % ALIGNMENT])
+        offset = _aligned(offset + size)
+    swapped = any(dtype.str[0] == ">" for _, dtype, _ in signature)
+    return _Layout(b"".join(entries), tuple(paddings), offset, swapped)
 
 
 def _pack(value: object) -> bytes:

@@ -76,17 +76,12 @@ class StreamWriter:
         opening = [self._opening()] if self._durable_upto == 0 else []
         batch = [*opening, *records]
         last = len(batch) - 1
-        offset = self._durable_upto
+        incarnation, lsn = self._identity.incarnation, self.durable_records
+        offset = durable_upto = self._durable_upto
         offsets: list[int] = []
         checksums: list[int] = []
         for index, record in enumerate(batch):
-            stamp = Stamp(
-                incarnation=self._identity.incarnation,
-                last_of_batch=index == last,
-                lsn=self.durable_records + index,
-                durable_upto=self._durable_upto,
-                other_durable_lsn=other_durable,
-            )
+            stamp = Stamp(incarnation, index == last, lsn + index, durable_upto, other_durable)
             checksums.append(stamp_record(record, stamp))
             offsets.append(offset)
             offset += len(record)

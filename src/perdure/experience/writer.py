@@ -87,7 +87,8 @@ class LogWriter:
         )
         self._incarnation = claim.incarnation
         self._position = LogPosition(claim.incarnation, 0, 0)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._urged = threading.Event()
         self._open = _Batch()
         self._pending: dict[str, _Batch] = {}
@@ -121,26 +122,31 @@ class LogWriter:
         """
         prepared = [prepare_entry(entry) for entry in entries]
         assert prepared, "an append has entries"
-        with self._changed:
+        if self._thread is None and self._pending_bytes > self._options.max_pending_bytes:
+            self._commit_open()
+        with self._lock:
             self._require_open()
             if not self._started:
                 first = entries[0].control
                 assert isinstance(first, IncarnationStarted), "an incarnation starts first"
                 self._started = True
-            fresh = [item for item in prepared if item.key not in self._pending]
-            if not fresh:
-                # Batches are acknowledged in order, so the newest covers the ones before it.
-                return max((self._pending[i.key] for i in prepared), key=self._is_open).future
-            size = sum(item.size for item in fresh)
+            pending = self._pending
+            if not pending.keys().isdisjoint(item.key for item in prepared):
+                fresh = [item for item in prepared if item.key not in pending]
+                if not fresh:
+                    # Batches are acknowledged in order: the newest covers the ones before it.
+                    return max((pending[i.key] for i in prepared), key=self._is_open).future
+                prepared = fresh
+            size = sum([item.size for item in prepared])
             self._make_room(size)
             batch = self._open
             if not batch.entries:
                 self._changed.notify_all()
-            batch.entries += fresh
+            batch.entries += prepared
             batch.size += size
             self._pending_bytes += size
-            for item in fresh:
-                self._pending[item.key] = batch
+            for item in prepared:
+                pending[item.key] = batch
             self._last = batch
         return batch.future
 
@@ -184,7 +190,7 @@ class LogWriter:
             self._committer.seal()
 
     def _end_thread(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closing = self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
@@ -205,11 +211,7 @@ class LogWriter:
 
     def _make_room(self, size: int) -> None:
         """Wait, holding the lock, until ``size`` more bytes fit (anything fits an empty queue)."""
-        if self._thread is None:
-            if self._pending_bytes + size > self._options.max_pending_bytes:
-                self._commit_open()
-            return
-        if not self._fits(size):
+        if self._thread is not None and not self._fits(size):
             self.urge()
             timeout_s = self._options.stall_timeout_s
             if not self._changed.wait_for(lambda: self._fits(size), timeout_s):
@@ -238,8 +240,8 @@ class LogWriter:
                 self._commit_open()
 
     def _wait_for_work(self) -> bool:
-        """Wait for entries; False: the writer is closing, or the process ends without closing it."""
-        with self._changed:
+        """Wait for entries; False: the writer closes, or the process ends without closing it."""
+        with self._lock:
             while not (self._open.entries or self._closing):
                 if not threading.main_thread().is_alive():
                     break
@@ -248,7 +250,7 @@ class LogWriter:
 
     def _commit_open(self) -> None:
         """Commit everything queued as one batch."""
-        with self._changed:
+        with self._lock:
             batch = self._open
             if not batch.entries:
                 return
@@ -262,7 +264,7 @@ class LogWriter:
 
     def _acknowledge(self, batch: _Batch) -> None:
         positions = (item.entry.position for item in reversed(batch.entries))
-        with self._changed:
+        with self._lock:
             self._position = next((p for p in positions if p is not None), self._position)
             self._pending_bytes -= batch.size
             for item in batch.entries:
@@ -272,7 +274,7 @@ class LogWriter:
         self._faults.reach(FaultPoint.LOG_ACKNOWLEDGED)
 
     def _fail(self, batch: _Batch, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = error
             waiting, self._open = self._open, _Batch()
             self._pending.clear()
