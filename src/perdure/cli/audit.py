@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
 from perdure.core.errors import AuditFailedError, DamagedError
+
+if TYPE_CHECKING:
+    from perdure.audit import AuditReport, DiffReport
 
 EXAMPLES = "Examples:\n\nperdure audit runs/tiny-1\n\nperdure audit runs/tiny-1 --diff runs/tiny-2"
 
@@ -25,24 +28,38 @@ def audit(
 ) -> None:
     """Prove from the files alone that nothing was skipped or trained twice."""
     open_run(run)
-    from perdure.audit import audit_run, diff_runs
-
     if diff is None:
-        report = audit_run(run)
+        _prove(run, json=json)
     else:
         open_run(diff)
-        report = diff_runs(run, diff)
+        _compare(run, diff, json=json)
+
+
+def _prove(run: Path, *, json: bool) -> None:
+    from perdure.audit import audit_run
+
+    report = audit_run(run)
+    _print(report, json=json)
+    if not report.ok:
+        damaged = any(finding.severity == "damage" for finding in report.findings)
+        error = DamagedError if damaged else AuditFailedError
+        raise error("the audit found problems", where=str(run), way_out="see the findings above")
+
+
+def _compare(run: Path, other: Path, *, json: bool) -> None:
+    from perdure.audit import diff_runs
+
+    report = diff_runs(run, other)
+    _print(report, json=json)
+    if not report.ok:
+        raise AuditFailedError(
+            "the runs differ", where=f"{run} and {other}", way_out="see the first divergence above"
+        )
+
+
+def _print(report: AuditReport | DiffReport, *, json: bool) -> None:
     if json:
         print_json(report.to_json())
     else:
         for line in report.summary_lines():
             typer.echo(line)
-    if report.ok:
-        return
-    if diff is not None:
-        raise AuditFailedError(
-            "the runs differ", where=f"{run} and {diff}", way_out="see the first divergence above"
-        )
-    damaged = any(finding.severity == "damage" for finding in report.findings)
-    error = DamagedError if damaged else AuditFailedError
-    raise error("the audit found problems", where=str(run), way_out="see the findings above")
