@@ -16,7 +16,7 @@ from perdure.experience.payloads import PayloadReader
 from perdure.storage import PosixStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "run-v1"
-TOKENS_DIGEST = ""
+TOKENS_DIGEST = "9e09c1763f2ace3473c8499f02b1ddc0"
 FINAL_DIGEST = "32c465fe2c01220c3405225717b586df"
 
 
