@@ -28,7 +28,7 @@ from perdure.core.errors import FencedError
 from perdure.core.keyed_random import generator
 from perdure.experience.claims import Claim
 from perdure.experience.reader import read_lineage
-from perdure.storage import MemoryStorage
+from perdure.storage import CrashMode, MemoryStorage
 
 Choose = Callable[[list[Actor]], Actor]
 
@@ -272,6 +272,37 @@ def test_log_claimant_that_dies_anywhere_is_survived() -> None:
         kept = set(kept_keys(read_head(world.storage)))
         assert set(world.history.acknowledged) <= kept
         assert "submitted/2001" in kept
+
+
+def _exhaust_power_loss_behind_a_claim(stride: int) -> None:
+    """What a claimant has seen is durable, although the writer never synced it.
+
+    The writer stops, the claimant stops, the writer makes one more call and is killed; the
+    claimant goes on; the power goes.
+    """
+    before_it_writes = _count_steps(lambda world, claimed: _claimant(world, 1, 0))
+    grid = itertools.product(range(0, _writer_steps(), stride), range(before_it_writes))
+    for writer_steps, claimant_steps in grid:
+        world, claimed = _world()
+        writer, claimant = _old_writer(world, claimed), _claimant(world, 1)
+        for actor, steps in ((writer, writer_steps), (claimant, claimant_steps), (writer, 1)):
+            for _ in range(steps):
+                if not actor.over:
+                    actor.step()
+        writer.kill()
+        run_actors([claimant], lambda running: running[0])
+        found = world.storage.crash(CrashMode.NOTHING_KEPT)
+        assert kept_keys(read_head(found)) == kept_keys(read_head(world.storage))
+
+
+def test_log_what_a_claimant_has_seen_survives_the_loss_of_power() -> None:
+    _exhaust_power_loss_behind_a_claim(stride=4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_log_what_a_claimant_has_seen_survives_the_loss_of_power_everywhere() -> None:
+    _exhaust_power_loss_behind_a_claim(stride=1)
 
 
 def test_log_concurrent_claimants_get_numbers_without_gaps() -> None:
