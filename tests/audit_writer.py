@@ -108,6 +108,12 @@ def _layout(arrays: Mapping[str, np.ndarray], start: int) -> list[list[Any]]:
     return entries
 
 
+def claimed(number: int) -> dict[str, Any]:
+    """What an incarnation file says."""
+    claim = {"host": "hö", "pid": 7, "started_wall_s": 2.5, "took_over": False}
+    return {"format": 1, "run_id": RUN_ID, "incarnation": number} | claim
+
+
 class Stream:
     """One stream of an incarnation; ``segments`` are the bytes of its files."""
 
@@ -307,10 +313,11 @@ class Run:
     def save(self) -> Path:
         """Write everything; returns the run directory."""
         files = dict(self.files)
-        files["run.json"] = sealed({"format": 1, "run_id": self.run_id, "created_wall_s": 1.5})
+        about = {"versions": {}, "config_digest": "c", "dataset_digest": "d"}
+        about |= {"format": 1, "run_id": self.run_id, "created_wall_s": 1.5}
+        files["run.json"] = sealed(about)
         for number, incarnation in self.incarnations.items():
-            claim = {"format": 1, "run_id": self.run_id, "incarnation": number, "host": "hö"}
-            files[f"incarnations/{number}.json"] = sealed(claim)
+            files[f"incarnations/{number}.json"] = sealed(claimed(number))
             for stream in (incarnation.control, incarnation.payload):
                 for segment, data in enumerate(stream.segments):
                     files[f"log/{stream.file(segment)}"] = bytes(data)

@@ -57,4 +57,6 @@ def test_every_change_is_noticed(closed: Path, data: st.DataObject) -> None:
         report = audit_run(broken)
     except (FutureFormatError, NothingToResumeError):
         return
-    assert not report.ok, (name, change)
+    # Without the seal of its orderly end the newest incarnation reads like a killed one.
+    harmless = (name, change) == ("seals/2.json", "delete")
+    assert report.ok == harmless, (name, change)

@@ -85,6 +85,14 @@ def test_wrong_sealed_json_is_damage(tmp_path: Path, name: str, text: str) -> No
     assert_damage(run, name)
 
 
+@pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
+def test_another_kind_of_file_in_its_place_is_damage(tmp_path: Path, name: str) -> None:
+    run = w.healthy(tmp_path).save()
+    other = "incarnations/1.json" if name == "seals/1.json" else "seals/1.json"
+    (run / name).write_bytes((run / other).read_bytes())
+    assert_damage(run, f"{name}: it has no")
+
+
 def test_white_space_in_sealed_json_is_harmless(tmp_path: Path) -> None:
     run = w.healthy(tmp_path).save()
     path = run / "seals/1.json"
@@ -131,9 +139,7 @@ def test_missing_claim_or_seal_is_damage(tmp_path: Path, name: str) -> None:
 
 def test_claim_without_records_needs_no_seal_below_it(tmp_path: Path) -> None:
     run = w.healthy(tmp_path)
-    run.files["incarnations/3.json"] = w.sealed(
-        {"format": 1, "run_id": w.RUN_ID, "incarnation": 3, "host": "h"}
-    )
+    run.files["incarnations/3.json"] = w.sealed(w.claimed(3))
     assert assert_clean(run.save()).counts["incarnations.claimed"] == 3
 
 

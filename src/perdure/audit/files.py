@@ -17,6 +17,7 @@ from perdure.core.errors import FutureFormatError
 
 FILES_RULE = "a committed checkpoint has every file of its manifest, byte for byte"
 COMMIT_RULE = "a commit and its manifest name the same step and the same place in the log"
+_MANIFEST_NAMES = ("features", "name", "position", "files")
 METRICS_RULE = "every row of a metrics file comes from a record of the log"
 
 
@@ -46,7 +47,7 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     if xxhash.xxh3_128_hexdigest(path.read_bytes()) != commit.fields["manifest_digest"]:
         findings.damage(f"{where}/manifest.json", "it is not the committed one", FILES_RULE)
         return 0
-    manifest = read_sealed(path, findings, where=f"{where}/manifest.json")
+    manifest = read_sealed(path, findings, where=f"{where}/manifest.json", names=_MANIFEST_NAMES)
     if manifest is None:
         return 0
     if manifest["features"]:

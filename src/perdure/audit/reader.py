@@ -23,6 +23,11 @@ ATTEMPTS = 5
 
 _SEGMENT_NAME = re.compile(r"(control|payload)-([0-9]{6,})-([0-9]{6,})\.plog")
 _NUMBERED_NAME = re.compile(r"([1-9][0-9]*)\.json")
+_RUN_NAMES = ("run_id", "created_wall_s", "versions", "config_digest", "dataset_digest")
+_NAMES = {
+    "incarnations": ("run_id", "incarnation", "host", "pid", "started_wall_s", "took_over"),
+    "seals": ("run_id", "incarnation", "sealed_by", "segments"),
+}
 _ORDER_RULE = "incarnations follow each other without gaps and each older one is sealed"
 
 SegmentPaths = dict[int, dict[int, Path]]
@@ -130,7 +135,7 @@ class _Reading:
             raise NothingToResumeError(
                 "no run here", where=str(self._run), way_out="name the directory of a run"
             )
-        value = read_sealed(path, self._findings, where="run.json")
+        value = read_sealed(path, self._findings, where="run.json", names=_RUN_NAMES)
         return "" if value is None else str(value.get("run_id"))
 
     def _numbered(self, folder: str, run_id: str) -> dict[int, dict[str, Any]]:
@@ -141,7 +146,7 @@ class _Reading:
             if match is None:
                 continue
             number, where = int(match[1]), f"{folder}/{path.name}"
-            value = read_sealed(path, self._findings, where=where)
+            value = read_sealed(path, self._findings, where=where, names=_NAMES[folder])
             found[number] = value or {}
             if value is not None and (value.get("run_id"), value.get("incarnation")) != (
                 run_id,

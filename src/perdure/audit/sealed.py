@@ -12,12 +12,19 @@ from perdure.audit.report import Findings
 from perdure.core.errors import FutureFormatError
 
 RULE = "a sealed JSON file holds an object whose digest is that of its contents"
+NEWEST_FORMAT = 1
 
 
 def read_sealed(
-    path: Path, findings: Findings, *, where: str, newest_format: int = 1
+    path: Path, findings: Findings, *, where: str, names: tuple[str, ...]
 ) -> dict[str, Any] | None:
     """The object in a sealed JSON file; None, and a finding, if its bytes are wrong or gone.
+
+    Args:
+        path: The file.
+        findings: Receives the damage.
+        where: The file's name in a finding.
+        names: What the object must have; another kind of file in its place lacks some of it.
 
     Raises:
         FutureFormatError: The file is intact and of a newer format.
@@ -34,14 +41,18 @@ def read_sealed(
         findings.damage(where, "the digest does not match", RULE)
         return None
     format_ = value.get("format")
-    if isinstance(format_, int) and format_ > newest_format:
+    if isinstance(format_, int) and format_ > NEWEST_FORMAT:
         raise FutureFormatError(
-            f"format {format_} is newer than {newest_format}",
+            f"format {format_} is newer than {NEWEST_FORMAT}",
             where=str(path),
             way_out="use the perdure version that wrote it, or a newer one",
         )
-    if format_ != newest_format:
+    if format_ != NEWEST_FORMAT:
         findings.damage(where, f"format {format_!r} is not a known one", RULE)
+        return None
+    missing = [name for name in names if name not in value]
+    if missing:
+        findings.damage(where, f"it has no {', '.join(missing)}", RULE)
         return None
     return value
 
