@@ -10,6 +10,8 @@ import audit_writer as w
 import pytest
 
 from perdure.audit import AuditReport, audit_run, checks, reader
+from perdure.audit.history import Event
+from perdure.audit.report import Findings
 from perdure.core.errors import FutureFormatError, NothingToResumeError, RunBusyError
 
 
@@ -543,21 +545,21 @@ def test_damage_hides_the_experience_and_says_so(tmp_path: Path) -> None:
     assert "groups.submitted" not in report.counts
 
 
-def test_checkpoint_collected_while_the_audit_reads(
+def test_checkpoints_collected_while_the_audit_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = w.healthy(tmp_path)
     run.save()
-    original = checks.read_log
+    original = checks.check_checkpoint
 
-    def reading(path: Path, findings: object) -> object:
-        log = original(path, findings)
-        if (path / "checkpoints/step-00000000-1/manifest.json").exists():
-            run.incarnations[2].write(w.collect("step-00000000-1"))
-            run.files = {k: v for k, v in run.files.items() if "step-00000000-1" not in k}
+    def checking(path: Path, commit: Event, findings: Findings) -> int:
+        directory = commit.fields["directory"]
+        if directory != "step-00000001-1":
+            run.incarnations[2].write(w.collect(directory))
+            run.files = {k: v for k, v in run.files.items() if directory not in k}
             run.save()
-            (path / "checkpoints/step-00000000-1/manifest.json").unlink()
-        return log
+            (path / "checkpoints" / directory / "manifest.json").unlink()
+        return original(path, commit, findings)
 
-    monkeypatch.setattr(checks, "read_log", reading)
+    monkeypatch.setattr(checks, "check_checkpoint", checking)
     assert_clean(tmp_path)

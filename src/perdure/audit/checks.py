@@ -117,14 +117,12 @@ def _check_checkpoints(
     run: Path, commits: Mapping[str, Event], findings: Findings
 ) -> tuple[int, int]:
     """Check all committed checkpoints; returns how many there are and their bytes."""
-    size, collected = 0, None
+    size = 0
     for directory, commit in commits.items():
         found = Findings()
         size += check_checkpoint(run, commit, found)
-        if found.damaged:
-            # A live run may have collected it since its log was read.
-            collected = _collected(run) if collected is None else collected
-        if not found.damaged or directory not in (collected or ()):
+        # A live run may have collected it since its log was read, and says so before it deletes.
+        if not found.damaged or directory not in _collected(run):
             findings.all.extend(found.all)
     return len(commits), size
 
