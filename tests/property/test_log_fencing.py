@@ -281,7 +281,8 @@ def _exhaust_power_loss_behind_a_claim(stride: int) -> None:
     claimant goes on; the power goes.
     """
     before_it_writes = _count_steps(lambda world, claimed: _claimant(world, 1, 0))
-    grid = itertools.product(range(0, _writer_steps(), stride), range(before_it_writes))
+    # Few of the writer's steps matter, so the slice leaves out none of them.
+    grid = itertools.product(range(_writer_steps()), range(0, before_it_writes, stride))
     for writer_steps, claimant_steps in grid:
         world, claimed = _world()
         writer, claimant = _old_writer(world, claimed), _claimant(world, 1)
@@ -296,7 +297,7 @@ def _exhaust_power_loss_behind_a_claim(stride: int) -> None:
 
 
 def test_log_what_a_claimant_has_seen_survives_the_loss_of_power() -> None:
-    _exhaust_power_loss_behind_a_claim(stride=4)
+    _exhaust_power_loss_behind_a_claim(stride=3)
 
 
 @pytest.mark.soak
