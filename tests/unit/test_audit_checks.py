@@ -172,6 +172,12 @@ HARMLESS: dict[str, Edit] = {
         w.refilled(5, 4),
     ),
     "finished group evicted": add(*w.finished_group(4, version=2), w.evicted(4)),
+    "evicted group passed over": add(
+        *w.finished_group(4, version=2),
+        *w.finished_group(5, version=2),
+        w.evicted(4),
+        w.taken(3, 0, [5]),
+    ),
     "batch set aside as poison": add(
         *w.finished_group(4, version=2),
         *w.finished_group(5, version=2),
@@ -183,7 +189,8 @@ HARMLESS: dict[str, Edit] = {
     ),
     "batch taken and not trained yet": add(*w.finished_group(4, version=2), w.taken(3, 0, [4])),
     "record repeated with other times": add(
-        w.step_done(2, timings_s={"update": 9.9}), w.session_done(2, 0, version=1)
+        w.step_done(2, timings_s={"update": 9.9}, metrics={"loss": float("nan"), "reward": 0.5}),
+        w.session_done(2, 0, version=1),
     ),
     "newer group finished first": add(
         *w.finished_group(4, version=2)[:3],
@@ -215,6 +222,12 @@ HARMLESS: dict[str, Edit] = {
 def test_harmless(tmp_path: Path, case: str) -> None:
     report = audit_run(w.healthy(tmp_path, HARMLESS[case]).save())
     assert not report.findings
+
+
+def test_group_that_was_passed_over_stays_the_oldest(tmp_path: Path) -> None:
+    edit, text = BROKEN["not the oldest"]
+    findings = audit_run(w.healthy(tmp_path, edit).save()).findings
+    assert [finding.what for finding in findings] == [text]
 
 
 def test_repeats_are_counted(tmp_path: Path) -> None:

@@ -79,6 +79,13 @@ def test_wall_clock_times_and_versions_are_left_out(tmp_path: Path) -> None:
     assert compare(tmp_path, edit).ok
 
 
+def test_order_of_maps_is_left_out(tmp_path: Path) -> None:
+    parts = {"correct": 1.0, "format": 0.5}
+    first = run_of(tmp_path / "a", replace(w.session_done(0, 0, parts=parts)))
+    turned = dict(reversed(parts.items()))
+    assert diff_runs(first, run_of(tmp_path / "b", replace(w.session_done(0, 0, parts=turned)))).ok
+
+
 def test_file_positions_and_group_numbers_are_left_out(tmp_path: Path) -> None:
     def edit(records: Records) -> None:
         records[0:0] = [

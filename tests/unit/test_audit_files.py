@@ -27,6 +27,8 @@ def test_wrong_checkpoint_file_is_damage(tmp_path: Path, name: str, change: str)
     assert [(f.severity, f.where) for f in report.findings] == [
         ("damage", f"checkpoints/step-00000001-1/{name}")
     ]
+    if change == "grow" and name != "manifest.json":
+        assert "bytes, the manifest says" in report.findings[0].what
 
 
 def test_empty_checkpoint_file(tmp_path: Path) -> None:
@@ -93,6 +95,18 @@ def test_collecting_the_last_checkpoint(tmp_path: Path) -> None:
     directories = ("warm-00000008-1", "step-00000000-1", "step-00000001-1")
     run = w.healthy(tmp_path, add(w.collect(*directories)))
     assert_violation(run.save(), "the last committed checkpoint is never collected")
+
+
+def test_rewind_keeps_the_checkpoint_that_it_goes_back_to(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    two = run.incarnations[2]
+    base = two.end
+    two.write_all(w.finished_group(4, version=2))
+    two.write(run.checkpoint("step-00000002-2", position=base))
+    run.incarnation(3, base_position=base)
+    report = audit_run(run.save())
+    assert not report.findings
+    assert report.counts["checkpoints.committed"] == 4
 
 
 def test_void_checkpoint_needs_no_files(tmp_path: Path) -> None:

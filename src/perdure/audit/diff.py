@@ -97,7 +97,7 @@ class _Run:
                 aspects |= self._group(f"group {index} of {len(groups)}", number)
             return aspects
         compared = ("digest", "policy_digest", "optimizer_step", "skipped", "final")
-        aspects = {name: repr(event.fields[name]) for name in compared if name in event.fields}
+        aspects = {n: schema.canonical(event.fields[n]) for n in compared if n in event.fields}
         metrics: Mapping[str, Any] = event.fields["metrics"]
         return aspects | {f"metric {name}": repr(metrics[name]) for name in sorted(metrics)}
 
@@ -120,7 +120,9 @@ class _Run:
             f"{label}, prompt": repr([fields["prompt_ids"], fields["task"], fields["answer"]]),
             f"{label}, tokens": _hash(tokens),
             f"{label}, log-probabilities": _hash(a["logprobs"] for a in arrays),
-            f"{label}, rewards": repr([(e.fields["reward"], e.fields["parts"]) for e in done]),
+            f"{label}, rewards": schema.canonical(
+                [[event.fields["reward"], event.fields["parts"]] for event in done]
+            ),
         }
 
     def _refuse(self, findings: Findings) -> None:

@@ -80,21 +80,19 @@ class Groups:
         self._payloads.check_session(event, group.submitted.fields["prompt_ids"])
 
     def partial(self, event: Event) -> None:
-        group = self._unfinished(event)
-        if group is not None:
-            self._payloads.check_partial(event)
+        self._unfinished(event)
+        self._payloads.check_partial(event)
 
     def tool_result(self, event: Event) -> None:
         self._unfinished(event)
 
-    def _unfinished(self, event: Event) -> Group | None:
-        """The group of a record that an unfinished session writes."""
+    def _unfinished(self, event: Event) -> None:
+        """Check the group and the session of a record that only an unfinished session writes."""
         number, index = event.fields["session"]
         group = self._move(number, "session", event)
         if group is not None and index in group.sessions:
             key = session_key(event.fields["session"])
             self._findings.violation(event.where, f"{key} goes on after its end", LIFE_RULE)
-        return group
 
     def settle(self, event: Event) -> None:
         number, outcome = event.fields["group"], event.fields["outcome"]
@@ -119,9 +117,8 @@ class Groups:
             )
         for number in groups:
             self._move(number, "taken", event)
-        for number in oldest:
-            if self.known[number].state == "finished":
-                heapq.heappush(self._finished, number)
+        for number in set(oldest) - set(groups):
+            heapq.heappush(self._finished, number)
 
     def _oldest(self, count: int) -> list[int]:
         oldest: list[int] = []

@@ -10,7 +10,7 @@ import xxhash
 
 from perdure.audit.reader import RunLog
 from perdure.audit.report import Findings
-from perdure.audit.schema import CHECKPOINTED, DECISIONS, KEYS, OPENED, STARTED, misfit
+from perdure.audit.schema import CHECKPOINTED, DECISIONS, KEYS, OPENED, STARTED, canonical, misfit
 from perdure.audit.segments import Record, Segment
 
 LINEAGE_RULE = "every incarnation goes on from the newest one before it that started"
@@ -123,12 +123,11 @@ def _fields(segment: Segment, record: Record, findings: Findings, *, where: str)
     return fields
 
 
-def _stands(event: Event) -> tuple[int, int, int]:
+def _stands(event: Event) -> Position:
     """Where a decision belongs: its own end; a checkpoint where its state was staged."""
-    staged = event.fields.get("position") if event.type == CHECKPOINTED else None
-    if isinstance(staged, list) and len(staged) == 3:
-        incarnation, segment, offset = staged
-        return (int(incarnation), int(segment), int(offset))
+    if event.type == CHECKPOINTED:
+        incarnation, segment, offset = event.fields["position"]
+        return incarnation, segment, offset
     return event.position
 
 
@@ -190,9 +189,8 @@ def _ends(log: RunLog, number: int) -> set[Position]:
 
 
 def _same(first: Event, second: Event) -> bool:
-    # Compared as text: two NaNs are the same here.
-    texts = (
-        repr(sorted((k, v) for k, v in event.fields.items() if k not in _MAY_DIFFER))
+    one, other = (
+        canonical({name: value for name, value in event.fields.items() if name not in _MAY_DIFFER})
         for event in (first, second)
     )
-    return next(texts) == next(texts)
+    return one == other

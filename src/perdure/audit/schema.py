@@ -157,3 +157,12 @@ def misfit(type_: int, fields: Mapping[str, Any]) -> str:
         if not holds(value) and not (optional and value is None):
             return f"field {name} of type {type_} holds {value!r}, not {SCHEMAS[type_][name]}"
     return ""
+
+
+def canonical(value: object) -> str:
+    """The same text for equal values: maps in any order, NaN equal to itself."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {canonical(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(canonical, value))}]"
+    return repr(value)
