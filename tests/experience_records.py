@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,7 @@ from perdure.core.records import (
     Taken,
 )
 from perdure.core.trajectories import Segment, Trajectory
+from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
 
 REF = PayloadRef(IncarnationNumber(1), 0, 64, 64, 7)
@@ -127,6 +129,16 @@ def trajectory(group: int, index: int, *, version: int = 0, length: int = 4) -> 
         loss_mask_T=np.ones(length, dtype=np.uint8),
         segments=(Segment(PolicyVersion(version), 0, length),),
         stop_reason=StopReason.STOP,
+    )
+
+
+def placed_entry(place: LogPosition, record: ControlRecord) -> Entry:
+    """A record as a writer leaves it behind: it knows where it came to lie."""
+    payload = dataclasses.astuple(record.payload) if isinstance(record, SessionDone) else None
+    return Entry(
+        record,
+        payload_place=payload,
+        control_place=(place.incarnation, place.segment, place.offset),
     )
 
 

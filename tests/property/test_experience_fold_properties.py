@@ -90,8 +90,7 @@ def test_appending_first_and_learning_the_place_later_comes_to_the_same(log: lis
     late = ExperienceState()
     for _, record in log:
         late.apply(None, record)
-    for place, record in log:
-        late.acknowledge(place, record)
+    late.acknowledge([make.placed_entry(place, record) for place, record in log])
     assert make.comparable(late) == make.comparable(fold(log))
 
 

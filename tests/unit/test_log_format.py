@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from perdure.core.errors import FutureFormatError
-from perdure.core.ids import IncarnationNumber, PayloadRef
+from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import RecordType
 from perdure.experience.format import (
     Stamp,
@@ -108,10 +108,9 @@ def test_log_prepared_record_keeps_no_hold_on_the_arrays() -> None:
 def test_log_reference_is_filled_in_later(
     numbers: tuple[int, int, int, int, int], extra: dict[str, Any]
 ) -> None:
-    inc, segment, offset, length, checksum = numbers
     fields = {**extra, "payload": "placeholder", "last": 1}
     record = prepare_referring_record(RecordType.SESSION_DONE, key="k", fields=fields)
-    set_reference(record, PayloadRef(IncarnationNumber(inc), segment, offset, length, checksum))
+    set_reference(record, (IncarnationNumber(numbers[0]), *numbers[1:]))
     stamp_record(record, STAMP)
     header = parse_record(memoryview(record), 0, where="test")
     assert header is not None

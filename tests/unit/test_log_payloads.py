@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from log_cases import (
     FLUSH_S,
     check_contents,
@@ -26,8 +27,17 @@ from perdure.core.record_types import RecordType
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array
 from perdure.experience.entries import Entry, Payload
+from perdure.experience.format import (
+    Stamp,
+    parse_record,
+    prepare_record,
+    record_body,
+    stamp_record,
+)
 from perdure.experience.payloads import PayloadReader, trajectory_payload
 from perdure.storage import MemoryStorage, PosixStorage
+
+STAMP = Stamp(incarnation=3, last_of_batch=True, lsn=9, durable_upto=128, other_durable_lsn=4)
 
 
 def _write(storage: Storage, *entries: Entry, segment_bytes: int = 2**20) -> list[PayloadRef]:
@@ -136,8 +146,11 @@ def test_log_wrong_references_are_damage() -> None:
 
 def test_log_payload_of_another_type_is_no_trajectory() -> None:
     storage = MemoryStorage()
-    payload = Payload(RecordType.TRANSITIONS, "transitions/a/0", {"actor": "a"}, {"x": np.ones(3)})
-    (ref,) = _write(storage, Entry(None, payload))
+    key = "transitions/a/0"
+    record = prepare_record(
+        RecordType.TRANSITIONS, key=key, fields={"actor": "a"}, arrays={"x": np.ones(3)}
+    )
+    (ref,) = _write(storage, Entry(None, Payload(key, record)))
     reader = PayloadReader(storage)
     record_type, fields, arrays = reader.read(ref)
     assert (record_type, fields["actor"]) == (RecordType.TRANSITIONS, "a")
@@ -149,11 +162,30 @@ def test_log_payload_of_another_type_is_no_trajectory() -> None:
 def test_log_trajectory_payload_is_the_documented_one() -> None:
     payload = trajectory_payload(trajectory(7))
     assert payload.key == "trajectory/g7.s0"
-    assert payload.fields == {"session": [7, 0], "segments": [[1, 0, 5]], "stop_reason": "stop"}
-    dtypes = {name: array.dtype.str for name, array in payload.arrays.items()}
-    assert dtypes == {
-        "prompt_ids": "<i4",
-        "response_ids": "<i4",
-        "logprobs": "<f4",
-        "loss_mask": "|u1",
-    }
+    stamp_record(payload.record, STAMP)
+    view = memoryview(payload.record)
+    header = parse_record(view, 0, where="test")
+    assert header is not None
+    assert header.type == RecordType.TRAJECTORY
+    assert header.key_hash == xxhash.xxh3_64_intdigest(b"trajectory/g7.s0")
+    fields = record_body(view, 0, header)
+    listed = [entry[:3] for entry in fields.pop("arrays")]
+    assert fields == {"session": [7, 0], "segments": [[1, 0, 5]], "stop_reason": "stop"}
+    assert listed == [
+        ["prompt_ids", "<i4", [3]],
+        ["response_ids", "<i4", [5]],
+        ["logprobs", "<f4", [5]],
+        ["loss_mask", "|u1", [5]],
+    ]
+
+
+def test_log_trajectory_of_another_byte_order_is_turned_round() -> None:
+    given = trajectory(7)
+    swapped = dataclasses.replace(given, prompt_ids_P=given.prompt_ids_P.astype(">i4"))
+    assert trajectory_payload(swapped) == trajectory_payload(given)
+
+
+def test_log_trajectory_of_another_type_is_refused() -> None:
+    wide = dataclasses.replace(trajectory(7), prompt_ids_P=np.arange(3, dtype=np.int64))
+    with pytest.raises(TypeError, match="int64"):
+        trajectory_payload(wide)

@@ -61,6 +61,9 @@ class EvictionReason(enum.Enum):
 class StopReason(enum.Enum):
     """Why generation of a session ended."""
 
+    # Members are singletons; the inherited hash, of the name, is slow where tokens are counted.
+    __hash__ = object.__hash__
+
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"

@@ -45,19 +45,22 @@ class Trajectory:
 
     def check(self) -> None:
         """Assert that lengths agree and that the segments cover the response."""
-        length = len(self.response_ids_T)
-        assert len(self.logprobs_T) == len(self.loss_mask_T) == length
-        edges = [0, *(segment.end for segment in self.segments)]
-        assert edges[-1] == length
-        assert all(s.start == edge for s, edge in zip(self.segments, edges, strict=False))
+        assert self.prompt_ids_P.ndim == self.response_ids_T.ndim == 1
+        shape = self.response_ids_T.shape
+        assert self.logprobs_T.shape == self.loss_mask_T.shape == shape
+        end = 0
+        for segment in self.segments:
+            assert segment.start == end
+            end = segment.end
+        assert end == shape[0]
 
     @property
     def first_version(self) -> PolicyVersion:
-        return min(segment.version for segment in self.segments)
+        return min([segment.version for segment in self.segments])
 
     @property
     def last_version(self) -> PolicyVersion:
-        return max(segment.version for segment in self.segments)
+        return max([segment.version for segment in self.segments])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupEvent, GroupState
 from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
 from perdure.experience.staleness import AgePolicy, Decision, decide
-from perdure.experience.store import ExperienceStore, OpenGroup
+from perdure.experience.store import ExperienceStore, FinishedSession, OpenGroup
 from perdure.experience.writer import LogOptions
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Decision",
     "ExperienceState",
     "ExperienceStore",
+    "FinishedSession",
     "GroupEvent",
     "GroupState",
     "LogOptions",

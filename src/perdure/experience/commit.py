@@ -10,7 +10,7 @@ from perdure.core.clock import Clock
 from perdure.core.errors import FencedError, StorageError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
-from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
+from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim, is_fenced
@@ -110,14 +110,13 @@ class Committer:
             lambda: self._payload.write(records, other_durable=self._control.durable_records),
             points=(FaultPoint.LOG_PAYLOAD_WRITTEN, FaultPoint.LOG_PAYLOAD_FSYNCED),
         )
+        incarnation, segment = self._claim.incarnation, written.segment
         placed = zip(pairs, written.offsets, written.checksums, strict=True)
         for (entry, record), offset, checksum in placed:
-            ref = PayloadRef(
-                self._claim.incarnation, written.segment, offset, len(record), checksum
-            )
-            entry.entry.ref = ref
+            place = (incarnation, segment, offset, len(record), checksum)
+            entry.entry.payload_place = place
             if entry.control is not None:
-                set_reference(entry.control, ref)
+                set_reference(entry.control, place)
 
     def _commit_controls(self, entries: Sequence[PreparedEntry]) -> None:
         pairs = [(entry, entry.control) for entry in entries if entry.control is not None]
@@ -129,8 +128,9 @@ class Committer:
             lambda: self._control.write(records, other_durable=self._payload.durable_records),
             points=(FaultPoint.LOG_CONTROL_WRITTEN, FaultPoint.LOG_FSYNCED),
         )
+        incarnation, segment = self._claim.incarnation, written.segment
         for (entry, _), end in zip(pairs, written.ends, strict=True):
-            entry.entry.position = LogPosition(self._claim.incarnation, written.segment, end)
+            entry.entry.control_place = (incarnation, segment, end)
 
     def _durably(
         self,

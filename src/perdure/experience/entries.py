@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
-from perdure.core.record_types import RecordType
+from perdure.core.record_types import StopReason
 from perdure.core.records import ControlRecord, Partial, SessionDone
-from perdure.core.trajectories import Array
-from perdure.experience.format import prepare_record, prepare_referring_record
+from perdure.experience.format import (
+    ControlPlace,
+    PayloadPlace,
+    join_record,
+    prepare_record,
+    prepare_referring_record,
+)
+from perdure.experience.template import FieldsTemplate, Shape, Slot
 
 
 class Payload(NamedTuple):
-    """A payload record to be; ``key`` is its idempotency key.
+    """A payload record as bytes, all but its place; ``key`` is its idempotency key."""
 
-    The arrays are copied when the payload is appended.
-    """
-
-    type: RecordType
     key: str
-    fields: Mapping[str, object]
-    arrays: Mapping[str, Array]
+    record: bytearray
 
 
 @dataclass(slots=True)
@@ -34,14 +35,24 @@ class Entry:
     reference into the log, and into ``ref`` here.
 
     Attributes:
-        ref: Where the payload lies; set before the future of the append resolves.
-        position: End of the control record in the control log; set like ``ref``.
+        payload_place: What ``ref`` is made of; set before the future of the append resolves.
+        control_place: What ``position`` is made of; set like ``payload_place``.
     """
 
     control: ControlRecord | None
     payload: Payload | None = None
-    ref: PayloadRef | None = None
-    position: LogPosition | None = None
+    payload_place: PayloadPlace | None = None
+    control_place: ControlPlace | None = None
+
+    @property
+    def ref(self) -> PayloadRef | None:
+        """Where the payload lies."""
+        return None if self.payload_place is None else PayloadRef(*self.payload_place)
+
+    @property
+    def position(self) -> LogPosition | None:
+        """End of the control record in the control log."""
+        return None if self.control_place is None else LogPosition(*self.control_place)
 
 
 class PreparedEntry(NamedTuple):
@@ -63,23 +74,55 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
             a record of 4 GiB or more.
     """
     control, payload = entry.control, entry.payload
-    payload_bytes = None
-    size = 0
-    if payload is not None:
-        payload_bytes = prepare_record(
-            payload.type, key=payload.key, fields=payload.fields, arrays=payload.arrays
-        )
-        size = len(payload_bytes)
     if control is None:
         if payload is None:
             raise ValueError("an entry has a control record, a payload, or both")
-        return PreparedEntry(entry, payload.key, None, payload_bytes, size)
+        return PreparedEntry(entry, payload.key, None, payload.record, len(payload.record))
     key = control.key()
-    fields = record_fields(control)
     if payload is None:
-        control_bytes = prepare_record(control.type, key=key, fields=fields)
-    elif isinstance(control, SessionDone | Partial):
-        control_bytes = prepare_referring_record(control.type, key=key, fields=fields)
+        record = prepare_record(control.type, key=key, fields=record_fields(control))
+        return PreparedEntry(entry, key, record, None, len(record))
+    if isinstance(control, SessionDone):
+        record = _session_done(control, key)
+    elif isinstance(control, Partial):
+        record = prepare_referring_record(control.type, key=key, fields=record_fields(control))
     else:
         raise ValueError(f"a record of type {control.type.name} refers to no payload")
-    return PreparedEntry(entry, key, control_bytes, payload_bytes, size + len(control_bytes))
+    return PreparedEntry(entry, key, record, payload.record, len(record) + len(payload.record))
+
+
+def _session_done(record: SessionDone, key: str) -> bytearray:
+    session, parts = record.session, record.parts
+    numbers = (
+        session.group,
+        session.index,
+        record.reward,
+        record.tokens,
+        record.first_version,
+        record.last_version,
+        *parts.values(),
+        *_NOT_PLACED,
+    )
+    template = _session_done_template(record.stop_reason, *parts)
+    return join_record(record.type, key=key, fields=template.fill(numbers))
+
+
+_NOT_PLACED = (0, 0, 0, 0, 0)
+
+
+@functools.lru_cache(maxsize=256)
+def _session_done_template(stop_reason: StopReason, *parts: str) -> FieldsTemplate:
+    number = Slot.UINT64
+    named: dict[str, Shape] = dict.fromkeys(parts, Slot.FLOAT64)
+    return FieldsTemplate(
+        {
+            "session": [number, number],
+            "reward": Slot.FLOAT64,
+            "stop_reason": stop_reason.value,
+            "tokens": number,
+            "first_version": number,
+            "last_version": number,
+            "parts": named,
+            "payload": [Slot.UINT32, Slot.UINT32, number, number, number],
+        }
+    )

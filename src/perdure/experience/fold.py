@@ -42,6 +42,7 @@ from perdure.core.records import (
     UpdateFailed,
     is_void,
 )
+from perdure.experience.entries import Entry
 from perdure.experience.groups import Group, GroupTable, group_of
 from perdure.experience.lifecycle import GroupState
 from perdure.experience.reader import Placed
@@ -166,20 +167,27 @@ class ExperienceState:
         key = record.key()
         if self._known(record, key):
             self._refuse_conflict(record)
-        else:
-            self._handlers[type(record)](record)
-            self._place(position, record, key)
-            return True
-        return False
+            return False
+        self._handlers[type(record)](record)
+        places = self._places(record)
+        if places is not None:
+            places[key] = position
+        self._advance(position)
+        return True
 
-    def acknowledge(self, position: LogPosition, record: ControlRecord) -> None:
-        """A record that was applied without a place is durable and ends at ``position``."""
-        key = record.key()
-        if isinstance(record, SessionDone):
-            group = self.table.live.get(record.session.group)
-            if group is not None:
-                group.done[record.session.index] = record
-        self._place(position, record, key)
+    def acknowledge(self, entries: Sequence[Entry]) -> None:
+        """Records that were applied without a place are durable; their entries know where."""
+        for entry in entries:
+            record, place = entry.control, entry.control_place
+            assert record is not None
+            assert place is not None
+            if isinstance(record, _GROUP_RECORDS):
+                group = self.table.live.get(group_of(record))
+                if group is not None:
+                    group.late.append((record, place, entry.payload_place))
+            else:
+                self._positions[record.key()] = LogPosition(*place)
+        self._advance(entries[-1].position)
 
     def position_of(self, record: ControlRecord) -> LogPosition | None:
         """Where the first record with this key ends; None if absent, retired or not yet durable."""
@@ -224,20 +232,22 @@ class ExperienceState:
             allowed = (state, GroupState.EVICTED)
             assert all(self.table.state_of(GroupId(g)) in allowed for g in record.groups)
         for group in self.table.live.values():
-            assert group.submitted.key() in group.positions
+            assert group.submitted.key() in group.places
 
     def _known(self, record: ControlRecord, key: str) -> bool:
         if isinstance(record, _GROUP_RECORDS):
-            return self.table.known(record, key)
+            group = self.table.live.get(group_of(record))
+            return self.table.known_of_retired(record) if group is None else key in group.places
         return key in self._positions
 
-    def _place(self, position: LogPosition | None, record: ControlRecord, key: str) -> None:
-        if isinstance(record, _GROUP_RECORDS):
-            group = self.table.live.get(group_of(record))
-            if group is not None:
-                group.positions[key] = position
-        else:
-            self._positions[key] = position
+    def _places(self, record: ControlRecord) -> dict[str, LogPosition | None] | None:
+        """Keys that counted beside this record's; None if its group is retired or not yet there."""
+        if not isinstance(record, _GROUP_RECORDS):
+            return self._positions
+        group = self.table.live.get(group_of(record))
+        return None if group is None else group.places
+
+    def _advance(self, position: LogPosition | None) -> None:
         if position is not None and (self.position is None or position > self.position):
             self.position = position
 

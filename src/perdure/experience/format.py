@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from perdure.core.errors import FutureFormatError
-from perdure.core.ids import PayloadRef
+from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import RecordType
 from perdure.core.trajectories import Array
 
@@ -43,6 +43,12 @@ _REFERENCE = struct.Struct(">BBIBIBQBQBQ")
 _NO_REFERENCE = bytes(_REFERENCE.size)
 _UINT32, _UINT64, _ARRAY_OF_5 = 0xCE, 0xCF, 0x95
 _UINT32_MAX = _MAX_BYTES = 2**32 - 1
+
+ControlPlace = tuple[IncarnationNumber, int, int]
+"""What a ``LogPosition`` is made of."""
+PayloadPlace = tuple[IncarnationNumber, int, int, int, int]
+"""What a ``PayloadRef`` is made of. Of most records nobody ever asks: plain tuples are cheaper."""
+
 _KNOWN_TYPES = frozenset(int(number) for number in RecordType)
 
 
@@ -89,17 +95,48 @@ def prepare_record(
         ValueError: The record would take 4 GiB or more.
     """
     if arrays is None:
-        return _join(record_type, key, _pack(fields), [])
+        return join_record(record_type, key=key, fields=_pack(fields))
     open_fields = _pack({**fields, "arrays": None})[:-1]
     signature = tuple([(name, a.dtype, a.shape) for name, a in arrays.items()])
-    layout = _layout(signature, len(open_fields))
-    if layout.end > _MAX_BYTES:
-        raise ValueError(f"record {key} takes {layout.end} bytes; at most {_MAX_BYTES} fit")
+    layout = array_layout(signature, len(open_fields))
     if layout.swapped:
         arrays = {name: a.astype(a.dtype.newbyteorder("<")) for name, a in arrays.items()}
     raws = [array.tobytes() for array in arrays.values()]
-    pieces = [piece for pair in zip(raws, layout.paddings, strict=True) for piece in pair]
-    return _join(record_type, key, open_fields + layout.listing, pieces)
+    return join_record(record_type, key=key, fields=open_fields, layout=layout, raws=raws)
+
+
+def join_record(
+    record_type: RecordType,
+    *,
+    key: str,
+    fields: bytes,
+    layout: ArrayLayout | None = None,
+    raws: Sequence[bytes] = (),
+) -> bytearray:
+    """Build a record without its stamp from packed fields and arrays.
+
+    Args:
+        fields: Complete; with a layout, all but the value of the last one, ``arrays``.
+        layout: Where the arrays lie.
+        raws: The arrays as bytes, little-endian, in the order of the layout.
+
+    Raises:
+        ValueError: The record would take 4 GiB or more.
+    """
+    pieces: list[bytes] = []
+    if layout is not None:
+        if layout.end > _MAX_BYTES:
+            raise ValueError(f"record {key} takes {layout.end} bytes; at most {_MAX_BYTES} fit")
+        fields += layout.listing
+        pieces = layout.pieces.copy()
+        pieces[::2] = raws
+    padding = _ZEROS[: -len(fields) % ALIGNMENT]
+    record = bytearray().join((_ZEROS, fields, padding, *pieces))
+    _HEAD.pack_into(
+        record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(fields)
+    )
+    _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
+    return record
 
 
 def prepare_referring_record(
@@ -111,40 +148,37 @@ def prepare_referring_record(
     """
     del fields["payload"]
     fields["payload"] = None
-    return _join(record_type, key, _pack(fields)[:-1] + _NO_REFERENCE, [])
+    fields_open = _pack(fields)[:-1]
+    return join_record(record_type, key=key, fields=fields_open + _NO_REFERENCE)
 
 
-def set_reference(record: bytearray, ref: PayloadRef) -> None:
-    """Fill in the reference that :func:`prepare_referring_record` left open."""
+def set_reference(record: bytearray, place: PayloadPlace) -> None:
+    """Fill in the reference of a record whose last field is ``payload``.
+
+    :func:`prepare_referring_record` left room for it, or a template has all its slots there.
+    """
+    incarnation, segment, offset, length, checksum = place
     end = HEADER_BYTES + int.from_bytes(record[12:16], "little")
     _REFERENCE.pack_into(
         record,
         end - _REFERENCE.size,
         _ARRAY_OF_5,
         _UINT32,
-        ref.incarnation,
+        incarnation,
         _UINT32,
-        ref.segment,
+        segment,
         _UINT64,
-        ref.offset,
+        offset,
         _UINT64,
-        ref.length,
+        length,
         _UINT64,
-        ref.checksum,
+        checksum,
     )
 
 
-def stamp_record(record: bytearray, stamp: Stamp) -> int:
-    """Write the stamp and the checksum into a prepared record; return the checksum."""
-    _STAMP.pack_into(
-        record,
-        _STAMP_AT,
-        stamp.incarnation,
-        LAST_OF_BATCH if stamp.last_of_batch else 0,
-        stamp.lsn,
-        stamp.durable_upto,
-        stamp.other_durable_lsn,
-    )
+def stamp_record(record: bytearray, stamp: tuple[int, bool, int, int, int]) -> int:
+    """Write a :class:`Stamp` and the checksum into a prepared record; return the checksum."""
+    _STAMP.pack_into(record, _STAMP_AT, *stamp)
     _CHECKSUM.pack_into(record, _CHECKSUM_AT, 0)
     checksum = xxhash.xxh3_64_intdigest(record)
     _CHECKSUM.pack_into(record, _CHECKSUM_AT, checksum)
@@ -214,32 +248,27 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
     return arrays
 
 
-def _join(record_type: RecordType, key: str, packed: bytes, arrays: list[bytes]) -> bytearray:
-    padding = _ZEROS[: -len(packed) % ALIGNMENT]
-    record = bytearray().join((_ZEROS, packed, padding, *arrays))
-    _HEAD.pack_into(
-        record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(packed)
-    )
-    _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
-    return record
-
-
-class _Layout(NamedTuple):
+class ArrayLayout(NamedTuple):
     """Where arrays of given names, dtypes and shapes lie behind fields of a given length.
 
-    ``swapped``: some are big-endian and must be turned round.
+    Attributes:
+        listing: The value of the field ``arrays``, packed.
+        pieces: What follows the fields: by turns an array (left empty here) and its padding.
+        end: Length of the record.
+        swapped: Some are big-endian and must be turned round.
     """
 
     listing: bytes
-    paddings: tuple[bytes, ...]
+    pieces: list[bytes]
     end: int
     swapped: bool
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(
+def array_layout(
     signature: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], open_length: int
-) -> _Layout:
+) -> ArrayLayout:
+    """The layout of arrays behind ``open_length`` bytes of other fields."""
     # The offsets depend on the length of the fields that list them: they get a fixed width.
     head = _pack([None] * len(signature))[: -len(signature) or None]
     names = [
@@ -249,16 +278,16 @@ def _layout(
     listed = len(head) + sum(len(name) + _EXTENT.size for name in names)
     offset = _aligned(HEADER_BYTES + open_length + listed)
     entries = [head]
-    paddings: list[bytes] = []
+    pieces: list[bytes] = []
     for name, (_, dtype, shape) in zip(names, signature, strict=True):
         size = math.prod(shape) * dtype.itemsize
         # An offset that does not fit is refused by the caller, by the end of the record.
         extent = _EXTENT.pack(_UINT32, offset & _UINT32_MAX, _UINT32, size & _UINT32_MAX)
         entries += (name, extent)
-        paddings.append(_ZEROS[: -size % ALIGNMENT])
+        pieces += (b"", _ZEROS[: -size % ALIGNMENT])
         offset = _aligned(offset + size)
     swapped = any(dtype.str[0] == ">" for _, dtype, _ in signature)
-    return _Layout(b"".join(entries), tuple(paddings), offset, swapped)
+    return ArrayLayout(b"".join(entries), pieces, offset, swapped)
 
 
 def _pack(value: object) -> bytes:

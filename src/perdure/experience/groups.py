@@ -7,13 +7,14 @@ stay in memory.
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from perdure.core.errors import LifecycleError
-from perdure.core.ids import GroupId, LogPosition, PolicyVersion, SessionId
+from perdure.core.ids import GroupId, LogPosition, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
     Evicted,
@@ -24,10 +25,16 @@ from perdure.core.records import (
     Submitted,
     ToolResult,
 )
+from perdure.experience.format import ControlPlace, PayloadPlace
 from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
 
 GroupRecord = Submitted | SessionDone | GroupSettled | Partial | ToolResult | Evicted | Refilled
 """Records that concern a single prompt group."""
+LateRecord = tuple[GroupRecord, ControlPlace, PayloadPlace | None]
+"""A record that counted before it was durable, and where it came to lie.
+
+Most groups are trained and forgotten before anybody asks for it, so it is worked out on demand.
+"""
 
 
 @dataclass(slots=True)
@@ -35,26 +42,46 @@ class Group:
     """One prompt group.
 
     Attributes:
-        done: Session index → its settled record.
         reason: Why the group failed.
         uniform: Finished with equal rewards in several sessions: nothing to learn from.
-        positions: Idempotency key → where its first record ends (None while it is not durable).
+        counted: Session index → its settled record; its payload may not be known yet.
+        places: Idempotency key → where its first record ends, as far as it was looked at.
+        late: Records of the two above that became durable since, and where they lie.
     """
 
     submitted: Submitted
     state: GroupState = GroupState.PENDING
-    done: dict[int, SessionDone] = field(default_factory=dict[int, SessionDone])
     reason: str = ""
     uniform: bool = False
-    positions: dict[str, LogPosition | None] = field(
-        default_factory=dict[str, "LogPosition | None"]
-    )
+    counted: dict[int, SessionDone] = field(default_factory=dict[int, SessionDone])
+    places: dict[str, LogPosition | None] = field(default_factory=dict[str, "LogPosition | None"])
+    late: list[LateRecord] = field(default_factory=list["LateRecord"])
+
+    @property
+    def done(self) -> dict[int, SessionDone]:
+        """Session index → its settled record."""
+        self._settle_late()
+        return self.counted
+
+    @property
+    def positions(self) -> dict[str, LogPosition | None]:
+        """Idempotency key → where its first record ends (None while it is not durable)."""
+        self._settle_late()
+        return self.places
 
     @property
     def missing(self) -> tuple[SessionId, ...]:
         """Sessions without a settled reward, by index."""
         group, count = self.submitted.group, self.submitted.sessions
-        return tuple(SessionId(group, i) for i in range(count) if i not in self.done)
+        return tuple([SessionId(group, i) for i in range(count) if i not in self.counted])
+
+    def _settle_late(self) -> None:
+        late, self.late = self.late, []
+        for record, position, payload in late:
+            self.places[record.key()] = LogPosition(*position)
+            if isinstance(record, SessionDone) and payload is not None:
+                placed = dataclasses.replace(record, payload=PayloadRef(*payload))
+                self.counted[record.session.index] = placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +139,11 @@ class GroupTable:
         retired = self.retired.get(group)
         return retired.state if retired is not None else self._live(group).state
 
-    def known(self, record: GroupRecord, key: str) -> bool:
-        """Whether a record with this key counted already."""
-        group = group_of(record)
-        live = self.live.get(group)
-        if live is not None:
-            return key in live.positions
-        retired = self.retired.get(group)
-        return retired is not None and self._known_of_retired(record, retired)
-
-    def _known_of_retired(self, record: GroupRecord, retired: Retired) -> bool:
+    def known_of_retired(self, record: GroupRecord) -> bool:
+        """Whether a record with this key counted before its group was retired."""
+        retired = self.retired.get(group_of(record))
+        if retired is None:
+            return False
         match record:
             case SessionDone() | Partial() | ToolResult():
                 return bool(retired.done >> record.session.index & 1)
@@ -153,9 +175,13 @@ class GroupTable:
 
     def progress(self, session: SessionId) -> None:
         """A session was started or left something durable."""
+        self._progress(session)
+
+    def _progress(self, session: SessionId) -> Group:
         group = self._live(session.group)
         self._check_index(group, session)
         self._move(group, GroupEvent.PROGRESS)
+        return group
 
     def require_open(self, session: SessionId) -> None:
         """Raises ``LifecycleError`` unless the session's group is pending or running."""
@@ -165,8 +191,8 @@ class GroupTable:
 
     def session_done(self, record: SessionDone) -> None:
         """A session's reward is settled."""
-        self.progress(record.session)
-        self._live(record.session.group).done[record.session.index] = record
+        group = self._progress(record.session)
+        group.counted[record.session.index] = record
         self.newest_version = max(self.newest_version, record.last_version)
 
     def settle(self, record: GroupSettled) -> None:
@@ -180,8 +206,8 @@ class GroupTable:
         group.reason = record.reason
         del self._open[record.group]
         if finished:
-            rewards = {session.reward for session in group.done.values()}
-            group.uniform = len(rewards) == 1 < len(group.done)
+            rewards = {session.reward for session in group.counted.values()}
+            group.uniform = len(rewards) == 1 < len(group.counted)
             insort(self._finished, record.group)
         else:
             self._failed[record.group] = None
@@ -236,7 +262,7 @@ class GroupTable:
             return
         assert live.state in (GroupState.TRAINED, GroupState.EVICTED)
         # In this order a group has a state at every moment, also for a thread that only looks.
-        self.retired[group] = Retired(live.state, sum(1 << index for index in live.done))
+        self.retired[group] = Retired(live.state, sum(1 << index for index in live.counted))
         del self.live[group]
 
     def check(self) -> None:
@@ -256,7 +282,7 @@ class GroupTable:
         assert self.counts[GroupState.EVICTED] == len(self.owed) + len(self.refills)
         assert self.counts[GroupState.EVICTED] == sum(self.evictions.values())
         for group in self.live.values():
-            assert all(0 <= i < group.submitted.sessions for i in group.done)
+            assert all(0 <= i < group.submitted.sessions for i in group.counted)
             if group.state not in (*OPEN, GroupState.FAILED):
                 assert not group.missing
 

@@ -16,6 +16,9 @@ from perdure.core.ids import GroupId
 class GroupState(enum.Enum):
     """Where a prompt group stands; it is in exactly one state."""
 
+    # Members are singletons; the hash of an enumeration's name is slow to come by.
+    __hash__ = object.__hash__
+
     PENDING = "pending"
     RUNNING = "running"
     FINISHED = "finished"
@@ -27,6 +30,8 @@ class GroupState(enum.Enum):
 
 class GroupEvent(enum.Enum):
     """What can happen to a submitted group."""
+
+    __hash__ = object.__hash__
 
     PROGRESS = "progress"
     """A session was started, left a partial or is done."""

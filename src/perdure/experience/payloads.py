@@ -2,39 +2,93 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Any
+
+import numpy as np
 
 from perdure.core.errors import DamagedError
 from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
-from perdure.experience.format import parse_record, record_arrays, record_body
+from perdure.experience.entries import Payload
+from perdure.experience.format import (
+    ArrayLayout,
+    array_layout,
+    join_record,
+    parse_record,
+    record_arrays,
+    record_body,
+)
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
-from perdure.experience.writer import Payload
+from perdure.experience.template import FieldsTemplate, Slot
 
 _MAX_MAPS = 64
+_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
+_DTYPES = (np.dtype("<i4"), np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1"))
 
 
 def trajectory_payload(trajectory: Trajectory) -> Payload:
-    """The payload record of a session's trajectory."""
-    session = trajectory.session
-    return Payload(
+    """The payload record of a session's trajectory. The arrays are copied.
+
+    Raises:
+        TypeError: An array is not of the type that the format gives it.
+    """
+    arrays = (
+        trajectory.prompt_ids_P,
+        trajectory.response_ids_T,
+        trajectory.logprobs_T,
+        trajectory.loss_mask_T,
+    )
+    if tuple([array.dtype for array in arrays]) != _DTYPES:
+        turned = zip(arrays, _DTYPES, strict=True)
+        arrays = [array.astype(dtype, casting="equiv") for array, dtype in turned]
+    session, segments = trajectory.session, trajectory.segments
+    numbers: list[int] = [session.group, session.index]
+    for segment in segments:
+        numbers += (segment.version, segment.start, segment.end)
+    template, layout = _trajectory_shape(
+        len(segments),
+        trajectory.stop_reason,
+        prompt_length=len(arrays[0]),
+        response_length=len(arrays[1]),
+    )
+    key = f"trajectory/{session.key()}"
+    record = join_record(
         RecordType.TRAJECTORY,
-        f"trajectory/{session.key()}",
+        key=key,
+        # The list of arrays takes the place of the packed null at the end.
+        fields=template.fill(numbers)[:-1],
+        layout=layout,
+        raws=[array.tobytes() for array in arrays],
+    )
+    return Payload(key, record)
+
+
+@functools.lru_cache(maxsize=4096)
+def _trajectory_shape(
+    segments: int, stop_reason: StopReason, *, prompt_length: int, response_length: int
+) -> tuple[FieldsTemplate, ArrayLayout]:
+    template = _trajectory_template(segments, stop_reason)
+    lengths = (prompt_length, response_length, response_length, response_length)
+    shapes = [(length,) for length in lengths]
+    signature = tuple(zip(_ARRAYS, _DTYPES, shapes, strict=True))
+    return template, array_layout(signature, template.size - 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _trajectory_template(segments: int, stop_reason: StopReason) -> FieldsTemplate:
+    number = Slot.UINT64
+    return FieldsTemplate(
         {
-            "session": [session.group, session.index],
-            "segments": [[s.version, s.start, s.end] for s in trajectory.segments],
-            "stop_reason": trajectory.stop_reason.value,
-        },
-        {
-            "prompt_ids": trajectory.prompt_ids_P,
-            "response_ids": trajectory.response_ids_T,
-            "logprobs": trajectory.logprobs_T,
-            "loss_mask": trajectory.loss_mask_T,
-        },
+            "session": [number, number],
+            "segments": [[number, number, number] for _ in range(segments)],
+            "stop_reason": stop_reason.value,
+            "arrays": None,
+        }
     )
 
 

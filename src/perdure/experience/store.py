@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,7 +46,9 @@ from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience.appender import Appender
 from perdure.experience.claims import Claim
+from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
+from perdure.experience.groups import Group
 from perdure.experience.lifecycle import OPEN, GroupState
 from perdure.experience.payloads import PayloadReader, trajectory_payload
 from perdure.experience.trajectory_cache import TrajectoryCache
@@ -64,6 +67,20 @@ class OpenGroup:
 
     submitted: Submitted
     missing: tuple[SessionId, ...]
+
+
+class FinishedSession(NamedTuple):
+    """A session to log.
+
+    Attributes:
+        trajectory: Must not change afterwards.
+        reward: Finite.
+        parts: Named components of the reward.
+    """
+
+    trajectory: Trajectory
+    reward: float
+    parts: Mapping[str, float]
 
 
 class ExperienceStore:
@@ -88,7 +105,7 @@ class ExperienceStore:
         self._writer = writer
         self._reader = PayloadReader(storage)
         self._cache = TrajectoryCache(cache_bytes)
-        self._appender = Appender(state, writer, durable=self._cache.allow_drop)
+        self._appender = Appender(state, writer, cache=self._cache)
         self._lock = self._appender.lock
 
     @property
@@ -122,42 +139,19 @@ class ExperienceStore:
     def session_done(
         self, trajectory: Trajectory, *, reward: float, parts: Mapping[str, float] | None = None
     ) -> Future[LogPosition]:
-        """Log a session's tokens and its settled reward.
+        """Log one session's tokens and its settled reward: :meth:`sessions_done` with one."""
+        return self.sessions_done([FinishedSession(trajectory, reward, parts or {})])
 
-        Args:
-            trajectory: Must not change afterwards.
-            reward: Finite.
-            parts: Named components of the reward.
+    def sessions_done(self, sessions: Sequence[FinishedSession]) -> Future[LogPosition]:
+        """Log the tokens and settled rewards of sessions, of any groups, in one batch.
 
         Raises:
-            TrainingError: The reward is not finite.
-            LifecycleError: The session is unknown or its group is terminal.
+            TrainingError: A reward is not finite; nothing was logged.
+            TypeError: An array is not of the type that the format gives it; nothing was logged.
+            LifecycleError: A session is unknown or its group is terminal; those before it count.
         """
-        if not math.isfinite(reward):
-            raise TrainingError(
-                f"the reward is {reward}",
-                where=f"session {trajectory.session.key()}",
-                rule="a reward is a finite number",
-                way_out="repair the reward function, or let the group fail",
-            )
-        trajectory.check()
-        record = SessionDone(
-            session=trajectory.session,
-            payload=_NOT_PLACED,
-            reward=float(reward),
-            stop_reason=trajectory.stop_reason,
-            tokens=int(np.count_nonzero(trajectory.loss_mask_T)),
-            first_version=trajectory.first_version,
-            last_version=trajectory.last_version,
-            parts={name: float(value) for name, value in (parts or {}).items()},
-        )
-        with self._lock:
-            future, new = self._appender.append_session(
-                record, lambda: trajectory_payload(trajectory)
-            )
-            if new:
-                self._cache.add(trajectory)
-            return future
+        entries = [(_session_entry(session), session.trajectory) for session in sessions]
+        return self._appender.append_sessions(entries)
 
     def settle(
         self, group: GroupId, outcome: GroupOutcome, reason: str = ""
@@ -268,9 +262,10 @@ class ExperienceStore:
                     where=f"group {group}",
                     rule="a finished group is read until no kept checkpoint needs it",
                 )
-            records = [live.done[index] for index in range(live.submitted.sessions)]
-            trajectories = tuple(self._trajectory(record) for record in records)
-            return RewardedGroup(group, trajectories, tuple(record.reward for record in records))
+            indexes = range(live.submitted.sessions)
+            trajectories = tuple([self._trajectory(live, index) for index in indexes])
+            rewards = tuple([live.counted[index].reward for index in indexes])
+            return RewardedGroup(group, trajectories, rewards)
 
     def release(self, groups: Iterable[GroupId]) -> None:
         """Forget the trajectories of these groups in memory; the log keeps them."""
@@ -290,6 +285,7 @@ class ExperienceStore:
             FencedError, StorageError: The log failed, or ``timeout_s`` have passed.
         """
         self._writer.flush(timeout_s)
+        self._appender.place_acknowledged()
         self._appender.require_healthy()
 
     def close(self, reason: str) -> None:
@@ -310,6 +306,29 @@ class ExperienceStore:
             self.state.check()
             self._cache.check()
 
-    def _trajectory(self, record: SessionDone) -> Trajectory:
-        cached = self._cache.get(record.session)
-        return cached if cached is not None else self._reader.trajectory(record.payload)
+    def _trajectory(self, group: Group, index: int) -> Trajectory:
+        cached = self._cache.get(group.counted[index].session)
+        return cached if cached is not None else self._reader.trajectory(group.done[index].payload)
+
+
+def _session_entry(session: FinishedSession) -> Entry:
+    trajectory, reward = session.trajectory, session.reward
+    if not math.isfinite(reward):
+        raise TrainingError(
+            f"the reward is {reward}",
+            where=f"session {trajectory.session.key()}",
+            rule="a reward is a finite number",
+            way_out="repair the reward function, or let the group fail",
+        )
+    trajectory.check()
+    record = SessionDone(
+        session=trajectory.session,
+        payload=_NOT_PLACED,
+        reward=float(reward),
+        stop_reason=trajectory.stop_reason,
+        tokens=int(np.count_nonzero(trajectory.loss_mask_T)),
+        first_version=trajectory.first_version,
+        last_version=trajectory.last_version,
+        parts={name: float(value) for name, value in session.parts.items()},
+    )
+    return Entry(record, trajectory_payload(trajectory))

@@ -9,63 +9,76 @@ from perdure.core.trajectories import Trajectory
 class TrajectoryCache:
     """Drops the oldest durable trajectories above ``limit_bytes`` of arrays.
 
-    What is not durable stays whatever the limit; the log bounds how much that can be.
+    What is not durable stays whatever the limit; the log bounds how much that can be. Trajectories
+    are numbered as they are added, and become durable in that order.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._bytes = 0
-        self._held: dict[GroupId, dict[int, Trajectory]] = {}
-        self._droppable: dict[SessionId, None] = {}
+        self._added = 0
+        self._durable = 0
+        self._held: dict[int, Trajectory] = {}
+        """By number, oldest first."""
+        self._numbers: dict[GroupId, dict[int, int]] = {}
+        """Group → session index → number."""
 
     def add(self, trajectory: Trajectory) -> None:
         session = trajectory.session
-        self._held.setdefault(session.group, {})[session.index] = trajectory
+        self._held[self._added] = trajectory
+        self._numbers.setdefault(session.group, {})[session.index] = self._added
+        self._added += 1
         self._bytes += _bytes(trajectory)
         self._make_room()
 
     def get(self, session: SessionId) -> Trajectory | None:
-        return self._held.get(session.group, {}).get(session.index)
+        number = self._numbers.get(session.group, {}).get(session.index)
+        return None if number is None else self._held[number]
 
-    def allow_drop(self, session: SessionId) -> None:
-        """The log has it: it may go when room is needed."""
-        if self.get(session) is None:
-            return
-        self._droppable[session] = None
+    def allow_drop(self, count: int) -> None:
+        """The log has the next ``count``: they may go when room is needed."""
+        self._durable += count
         self._make_room()
 
     def drop_group(self, group: GroupId) -> None:
         """Forget those trajectories of a group that are durable."""
-        for index in list(self._held.get(group, {})):
-            session = SessionId(group, index)
-            if session in self._droppable:
-                self._drop(session)
+        for number in list(self._numbers.get(group, {}).values()):
+            if number < self._durable:
+                self._drop(number)
 
     def check(self) -> None:
-        """Assert that the byte count and the order of dropping agree with what is held."""
-        held = {t.session: _bytes(t) for part in self._held.values() for t in part.values()}
-        assert sum(held.values()) == self._bytes
-        assert self._droppable.keys() <= held.keys()
-        assert all(self._held.values())
-        assert self._bytes <= self._limit or not self._droppable
+        """Assert that the byte count and the indexes agree with what is held."""
+        assert sum(map(_bytes, self._held.values())) == self._bytes
+        assert list(self._held) == sorted(self._held)
+        assert all(self._numbers.values())
+        assert {
+            number: SessionId(group, index)
+            for group, numbers in self._numbers.items()
+            for index, number in numbers.items()
+        } == {number: trajectory.session for number, trajectory in self._held.items()}
+        assert self._durable <= self._added
+        assert self._bytes <= self._limit or min(self._held) >= self._durable
 
     def _make_room(self) -> None:
-        while self._bytes > self._limit and self._droppable:
-            self._drop(next(iter(self._droppable)))
+        while self._bytes > self._limit:
+            oldest = next(iter(self._held))
+            if oldest >= self._durable:
+                break
+            self._drop(oldest)
 
-    def _drop(self, session: SessionId) -> None:
-        del self._droppable[session]
-        group = self._held[session.group]
-        self._bytes -= _bytes(group.pop(session.index))
-        if not group:
-            del self._held[session.group]
+    def _drop(self, number: int) -> None:
+        trajectory = self._held.pop(number)
+        self._bytes -= _bytes(trajectory)
+        numbers = self._numbers[trajectory.session.group]
+        del numbers[trajectory.session.index]
+        if not numbers:
+            del self._numbers[trajectory.session.group]
 
 
 def _bytes(trajectory: Trajectory) -> int:
-    arrays = (
-        trajectory.prompt_ids_P,
-        trajectory.response_ids_T,
-        trajectory.logprobs_T,
-        trajectory.loss_mask_T,
+    return (
+        trajectory.prompt_ids_P.nbytes
+        + trajectory.response_ids_T.nbytes
+        + trajectory.logprobs_T.nbytes
+        + trajectory.loss_mask_T.nbytes
     )
-    return sum(array.nbytes for array in arrays)

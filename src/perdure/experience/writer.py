@@ -54,6 +54,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self.entries: list[PreparedEntry] = []
+        self.keys: set[str] = set()
         self.size = 0
         self.future: Future[LogPosition] = Future()
         # Cancelling a wait must not cancel the appends of others.
@@ -91,7 +92,7 @@ class LogWriter:
         self._changed = threading.Condition(self._lock)
         self._urged = threading.Event()
         self._open = _Batch()
-        self._pending: dict[str, _Batch] = {}
+        self._committing = _Batch()
         self._pending_bytes = 0
         self._last = self._open
         self._started = False
@@ -107,6 +108,11 @@ class LogWriter:
     def position(self) -> LogPosition:
         """End of the last acknowledged control record."""
         return self._position
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the log, if it has failed."""
+        return self._error
 
     def append(self, entries: Sequence[Entry]) -> Future[LogPosition]:
         """Queue records; the future resolves when they are acknowledged.
@@ -130,24 +136,25 @@ class LogWriter:
                 first = entries[0].control
                 assert isinstance(first, IncarnationStarted), "an incarnation starts first"
                 self._started = True
-            pending = self._pending
-            if not pending.keys().isdisjoint(item.key for item in prepared):
-                fresh = [item for item in prepared if item.key not in pending]
-                if not fresh:
-                    # Batches are acknowledged in order: the newest covers the ones before it.
-                    return max((pending[i.key] for i in prepared), key=self._is_open).future
-                prepared = fresh
-            size = sum([item.size for item in prepared])
-            self._make_room(size)
-            batch = self._open
-            if not batch.entries:
-                self._changed.notify_all()
-            batch.entries += prepared
-            batch.size += size
-            self._pending_bytes += size
-            for item in prepared:
-                pending[item.key] = batch
-            self._last = batch
+            waiting, committing = self._open.keys, self._committing.keys
+            fresh = [i for i in prepared if i.key not in waiting and i.key not in committing]
+            if not fresh:
+                # Batches are acknowledged in order: the newest covers the ones before it.
+                again = any(item.key in waiting for item in prepared)
+                return (self._open if again else self._committing).future
+            return self._enqueue(fresh)
+
+    def _enqueue(self, fresh: list[PreparedEntry]) -> Future[LogPosition]:
+        size = sum([item.size for item in fresh])
+        self._make_room(size)
+        batch = self._open
+        if not batch.entries:
+            self._changed.notify_all()
+        batch.entries += fresh
+        batch.keys.update([item.key for item in fresh])
+        batch.size += size
+        self._pending_bytes += size
+        self._last = batch
         return batch.future
 
     def urge(self) -> None:
@@ -254,7 +261,7 @@ class LogWriter:
             batch = self._open
             if not batch.entries:
                 return
-            self._open = _Batch()
+            self._open, self._committing = _Batch(), batch
         try:
             self._committer.commit(batch.entries)
             self._acknowledge(batch)
@@ -267,8 +274,7 @@ class LogWriter:
         with self._lock:
             self._position = next((p for p in positions if p is not None), self._position)
             self._pending_bytes -= batch.size
-            for item in batch.entries:
-                del self._pending[item.key]
+            batch.keys.clear()
             self._changed.notify_all()
         batch.future.set_result(self._position)
         self._faults.reach(FaultPoint.LOG_ACKNOWLEDGED)
@@ -277,12 +283,8 @@ class LogWriter:
         with self._lock:
             self._error = error
             waiting, self._open = self._open, _Batch()
-            self._pending.clear()
             self._pending_bytes = 0
             self._changed.notify_all()
         for failed in (batch, waiting):
             if not failed.future.done():
                 failed.future.set_exception(error)
-
-    def _is_open(self, batch: _Batch) -> bool:
-        return batch is self._open

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 
 from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultHook, FaultPoint
-from perdure.core.ids import LogPosition, PolicyVersion, SessionId
+from perdure.core.ids import PolicyVersion, SessionId
 from perdure.core.record_types import GroupOutcome, StopReason
 from perdure.core.records import Submitted
 from perdure.core.rollout_api import (
@@ -20,14 +19,19 @@ from perdure.core.rollout_api import (
     SamplingParams,
 )
 from perdure.core.trajectories import Segment, Trajectory
-from perdure.experience import ExperienceStore, OpenGroup
+from perdure.experience import ExperienceStore, FinishedSession, OpenGroup
 from perdure.tasks.api import Prompt, Task
+
+_LOGGED_TOGETHER = 8
+"""A finished session waits for so many, or for its group or another to be complete, before it is
+logged: an append for each costs twice the CPU."""
 
 
 class SessionRunner:
     """Single-turn agent loop: one prompt, one answer, one verdict.
 
     A session that fails makes its group fail with a reason; it never becomes a zero reward.
+    Finished sessions are logged a few at a time, at the latest when a group is complete.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class SessionRunner:
         self._sampling = sampling
         self._seed = seed
         self._faults = faults
+        self._finished: list[FinishedSession] = []
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         """Run every missing session and settle the groups.
@@ -54,16 +59,21 @@ class SessionRunner:
         on their way to the disk on return (``store.flush`` waits for them). Cancellation leaves the
         finished sessions in the log and the others missing.
         """
-        async with asyncio.TaskGroup() as tasks:
-            for group in groups:
-                tasks.create_task(self._run_group(group))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups:
+                    tasks.create_task(self._run_group(group))
+        finally:
+            self._log_finished()
 
     async def _run_group(self, group: OpenGroup) -> None:
         sessions = [self._run_session(group.submitted, session) for session in group.missing]
         errors = [e for e in await asyncio.gather(*sessions) if e is not None]
         outcome = GroupOutcome.FAILED if errors else GroupOutcome.FINISHED
         reason = "; ".join(errors)[:500]
-        watch_append(self._store.settle(group.submitted.group, outcome, reason))
+        self._log_finished()
+        # Nobody waits for appends alone: a failure is final and surfaces at the store's flush.
+        self._store.settle(group.submitted.group, outcome, reason)
 
     async def _run_session(self, submitted: Submitted, session: SessionId) -> str | None:
         """Run one session; returns the reason when it failed."""
@@ -75,10 +85,16 @@ class SessionRunner:
             return f"{session.key()}: verifier raised {type(error).__name__}: {error}"
         if not np.isfinite(verdict.reward):
             return f"{session.key()}: verifier returned reward {verdict.reward}"
-        future = self._store.session_done(trajectory, reward=verdict.reward, parts=verdict.parts)
-        watch_append(future)
+        self._finished.append(FinishedSession(trajectory, verdict.reward, verdict.parts))
+        if len(self._finished) >= _LOGGED_TOGETHER:
+            self._log_finished()
         self._faults.reach(FaultPoint.SESSION_FINISHED)
         return None
+
+    def _log_finished(self) -> None:
+        finished, self._finished = self._finished, []
+        if finished:
+            self._store.sessions_done(finished)
 
     async def _generate(self, submitted: Submitted, session: SessionId) -> Trajectory:
         request = GenerationRequest(
@@ -124,11 +140,6 @@ def trajectory_from_chunks(
     )
     trajectory.check()
     return trajectory
-
-
-def watch_append(future: Future[LogPosition]) -> None:
-    """Nobody waits for this append alone: a failure poisons the store and surfaces at its flush."""
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _segments(chunks: Sequence[GenerationChunk]) -> tuple[Segment, ...]:
