@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from perdure.audit import schema
-from perdure.audit.files import check_checkpoint, check_metrics, read_metrics
+from perdure.audit.files import check_checkpoint, check_metrics, check_positions, read_metrics
 from perdure.audit.groups import Groups
 from perdure.audit.history import Event, History, read_history
 from perdure.audit.payloads import Payloads
@@ -34,6 +34,7 @@ def audit_run(path: Path) -> AuditReport:
     # run that is being written never looks broken.
     rows = read_metrics(path, findings)
     log = read_log(path, findings)
+    check_positions(path, log.run_id, findings)
     counts = _log_counts(log)
     if findings.damaged:
         findings.note(

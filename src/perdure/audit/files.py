@@ -17,6 +17,7 @@ from perdure.core.errors import FutureFormatError
 
 FILES_RULE = "a committed checkpoint has every file of its manifest, byte for byte"
 COMMIT_RULE = "a commit and its manifest name the same step and the same place in the log"
+POSITION_RULE = "a checkpoint is staged behind durable records, which are never cut off"
 _MANIFEST_NAMES = ("features", "name", "position", "files")
 METRICS_RULE = "every row of a metrics file comes from a record of the log"
 
@@ -67,6 +68,23 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     return sum(entry["bytes"] for entry in manifest["files"].values())
 
 
+def check_positions(run: Path, run_id: str, findings: Findings) -> None:
+    """The log has every place that a checkpoint on disk refers to, committed or not."""
+    for path in sorted((run / "checkpoints").glob("*/manifest.json")):
+        where = f"checkpoints/{path.parent.name}/manifest.json"
+        # What a manifest should be is judged with its commit; one that is damaged proves nothing.
+        manifest = read_sealed(path, Findings(), where=where, names=("position", "lineage"))
+        if manifest is None or manifest["lineage"].get("run_id") != run_id:
+            continue
+        incarnation, segment, offset = manifest["position"]
+        log = run / "log" / f"control-{incarnation:06d}-{segment:06d}.plog"
+        size = log.stat().st_size if log.is_file() else 0
+        if size < offset:
+            findings.damage(
+                f"log/{log.name}", f"{size} bytes, {where} refers to byte {offset}", POSITION_RULE
+            )
+
+
 def _file_problem(path: Path, entry: Mapping[str, Any]) -> str:
     if not path.is_file():
         return "the file is missing"
@@ -97,7 +115,7 @@ def read_metrics(run: Path, findings: Findings) -> list[Row]:
             try:
                 value = json.loads(line)
                 rows.append(Row(where, int(value["global_step"]), str(value["digest"])))
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 findings.note(where, "not a row of metrics", "the next start writes them again")
     return rows
 

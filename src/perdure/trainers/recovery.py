@@ -35,7 +35,11 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
-from perdure.trainers.sanity import check_curve, check_restored
+from perdure.trainers.sanity import (
+    check_curve,
+    check_log_reaches_checkpoints,
+    check_restored,
+)
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.steps import complete_step
 from perdure.trainers.warm_start import warm_start
@@ -81,6 +85,7 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             file(name, fields)
             launch.events(name, fields)
 
+        check_log_reaches_checkpoints(launch.storage)
         claimed = claim_experience(
             launch.storage,
             clock=launch.clock,
@@ -123,6 +128,7 @@ def _open(
     check_restored(
         progress, last_step=claimed.state.last_step, weights=machinery.learner.policy_weights()
     )
+    check_curve(claimed.state, launch.run_dir, events=events)
     digest = config_digest(launch.config)
     store = _start(launch, claimed, choice=choice, progress=progress, digest=digest)
 
@@ -134,7 +140,6 @@ def _open(
     ledger.start(store)
     stack.callback(checkpoints.close)
     checkpoints.sweep(store.state.collected)
-    check_curve(store.state, launch.run_dir, events=events)
     metrics = MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
     stack.callback(metrics.close)
     metrics.rebuild(

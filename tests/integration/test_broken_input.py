@@ -1,0 +1,162 @@
+"""What hostile and unlucky users do: one sentence and a documented exit code, never a traceback."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from drill_tools import RECIPE, assert_same_training
+from typer.testing import CliRunner
+
+from perdure.cli.main import app
+from perdure.config import load_config
+from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
+from perdure.trainers import launch
+from perdure.trainers.config import RunConfig
+from perdure.trainers.launch import Injected
+
+
+def perdure(*arguments: object) -> tuple[int, str]:
+    """Exit code and output; an exception that is no exit fails the test with its traceback."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, " ".join(result.output.split())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("broken") / "reference"
+    launch.train(load_config(RunConfig, RECIPE), run)
+    return run
+
+
+@pytest.fixture(scope="module")
+def cut_off(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that died in its fourth step, behind a checkpoint."""
+    run = tmp_path_factory.mktemp("broken") / "run"
+    plan = FaultPlan([FaultRule(FaultPoint.LOCAL_UPDATE_DONE, 7, FaultAction.RAISE)])
+    with pytest.raises(InjectedFault):
+        launch.train(load_config(RunConfig, RECIPE), run, injected=Injected(faults=plan))
+    # A process that is killed does not seal its log.
+    (run / "seals/1.json").unlink()
+    return run
+
+
+@pytest.fixture
+def half_done(cut_off: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(cut_off, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed=1000000000000000000000", "64 bits"),
+        ("trainer.total_steps=18446744073709551616", "64 bits"),
+        ("rollout.temperature=1e-300", "greater than or equal to 0.0001"),
+        ("threads=100000", "less than or equal to 1024"),
+        ("learner.clip_high=1e308", "less than or equal to"),
+        ("learner.value.clip=1e308", "less than or equal to"),
+    ],
+)
+def test_a_number_beyond_all_bounds(tmp_path: Path, override: str, words: str) -> None:
+    code, message = perdure("train", RECIPE, override, "--run", tmp_path / "run")
+    assert code == 2, message
+    assert words in message
+
+
+@pytest.mark.parametrize("key", ["a", "seed"])
+def test_aliases_that_multiply_are_refused(tmp_path: Path, key: str) -> None:
+    names = "abcdefghi"
+    lines = [f"{key}: &a [{', '.join('x' * 10)}]"]
+    lines += [f"{y}0: &{y} [{', '.join([f'*{x}'] * 10)}]" for x, y in pairwise(names)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    code, message = perdure("config", "show", tmp_path / "bomb.yaml")
+    assert code == 2
+    assert "values" in message
+
+
+def test_an_alias_is_welcome(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.read_text().replace("seed: 7", "seed: &n 7\nthreads: *n"))
+    assert load_config(RunConfig, path).threads == 7
+
+
+@pytest.mark.parametrize(
+    "override", ["model.hidden_size=100000000000", "rollout.slots=100000000000"]
+)
+def test_a_model_that_does_not_fit_into_memory(tmp_path: Path, override: str) -> None:
+    code, message = perdure("train", RECIPE, override, "--run", tmp_path / "run")
+    assert code == 2, message
+    assert "memory" in message
+
+
+def test_weights_that_break_while_generating(tmp_path: Path) -> None:
+    """The failure of several sessions is one error."""
+    code, message = perdure("train", RECIPE, "learner.adam.eps=1e-300", "--run", tmp_path / "run")
+    assert code == 12, message
+    assert "not finite" in message
+
+
+def _empty_log(run: Path) -> None:
+    for path in (run / "log").iterdir():
+        path.unlink()
+
+
+def _no_log(run: Path) -> None:
+    shutil.rmtree(run / "log")
+
+
+@pytest.mark.parametrize("lose", [_empty_log, _no_log])
+def test_a_lost_log_is_noticed_before_anything_is_written(
+    half_done: Path, reference: Path, lose: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """It is never a fresh start, and what the message says to do works."""
+    shutil.copytree(half_done / "log", tmp_path / "log")
+    shutil.rmtree(half_done / "metrics")
+    lose(half_done)
+    assert perdure("audit", half_done)[0] == 5
+    code, message = perdure("resume", half_done)
+    assert code == 5, message
+    assert "put log/ back" in message
+    assert len(list((half_done / "incarnations").iterdir())) == 1
+    shutil.copytree(tmp_path / "log", half_done / "log", dirs_exist_ok=True)
+    assert perdure("resume", half_done)[0] == 0
+    assert_same_training(half_done, reference)
+
+
+def test_a_log_shorter_than_the_curve_is_noticed_before_the_incarnation_starts(
+    half_done: Path,
+) -> None:
+    row = '{"global_step":50,"digest":"d","metrics":{},"timings_s":{}}\n'
+    (half_done / "metrics/steps.jsonl").write_text(row)
+    code, message = perdure("resume", half_done)
+    assert code == 5, message
+    assert "shows step 50" in message
+    assert not list((half_done / "log").glob("*-000002-*"))
+
+
+@pytest.mark.parametrize("value", ["1e400", "true", "null", '"7"', "[1]"])
+def test_a_curve_with_a_strange_row_is_written_again(
+    half_done: Path, reference: Path, value: str
+) -> None:
+    (half_done / "metrics/steps.jsonl").write_text(f'{{"global_step":{value},"digest":"d"}}\n')
+    assert perdure("audit", half_done)[0] in (0, 5)
+    assert perdure("resume", half_done)[0] == 0
+    assert_same_training(half_done, reference)
+
+
+@pytest.mark.parametrize(
+    "path", ["metrics/steps.jsonl", "log/control-000001-000000.plog", "curve.png", "config.yaml"]
+)
+def test_a_directory_where_a_file_belongs(half_done: Path, path: str) -> None:
+    file = half_done / path
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    for command in ("audit", "resume"):
+        code, message = perdure(command, half_done)
+        assert code in (0, 2, 5, 7), message
+        assert code == 0 or path in message
