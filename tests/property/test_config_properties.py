@@ -13,10 +13,11 @@ from perdure.core.errors import ConfigError
 
 KEYS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,6}", fullmatch=True)
 TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]), max_size=12)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 SCALARS = (
     st.none()
     | st.booleans()
-    | st.integers()
+    | INTEGERS
     | st.floats(allow_nan=False, allow_infinity=False)
     | TEXT
     | st.sampled_from(["1e-4", "off", "Yes", "~", "null", "010", "1:30", ".5", "0x10", "<<", "="])
@@ -59,7 +60,7 @@ def _one_line(value: object, block: str) -> str:
 @given(
     st.floats(allow_nan=False, allow_infinity=False),
     st.lists(TEXT, max_size=3),
-    st.dictionaries(TEXT, st.integers(), max_size=3),
+    st.dictionaries(TEXT, INTEGERS, max_size=3),
 )
 def test_sections_round_trip(number: float, words: list[str], table: dict[str, int]) -> None:
     config = Loose(number=number, words=tuple(words), table=table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ from typer.core import TyperGroup
 
 from perdure import __version__
 from perdure.cli import audit, ckpt, config, train
-from perdure.cli.output import report_error
+from perdure.cli.output import file_refusal, report_error
 from perdure.core.errors import PerdureError
 
 INTERRUPTED = 130
@@ -27,6 +28,13 @@ class _ReportingGroup(TyperGroup):
             raise typer.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            # Click itself ends quietly when the reader of a pipe has gone.
+            if error.errno == errno.EPIPE:
+                raise
+            refused = file_refusal(error)
+            report_error(refused)
+            raise typer.Exit(refused.exit_code) from error
 
 
 app = typer.Typer(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from perdure.core.errors import PerdureError
+from perdure.core.errors import PerdureError, StorageError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -17,6 +17,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 def report_error(error: PerdureError) -> None:
     """One sentence on standard error: what, where, rule, way out."""
     typer.echo(f"perdure: {error}", err=True)
+
+
+def file_refusal(error: OSError) -> StorageError:
+    """What a file that is read or drawn for people, outside the storage, was refused with."""
+    from perdure.storage.refusals import refusal
+
+    return refusal("open, read or write", where=str(error.filename or "a file"), error=error)
 
 
 def print_json(value: Mapping[str, object]) -> None:

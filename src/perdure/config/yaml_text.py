@@ -26,9 +26,21 @@ _SCALARS: tuple[tuple[str, str, str], ...] = (
 )
 """Tag, what a plain scalar of that kind looks like, its possible first characters."""
 
+_INT_LIMIT = 2**63
+_MOST_VALUES = 100_000
+"""Values of a document with its aliases written out; beyond it is a trap, not a recipe."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Reads with the scalars above."""
+    """Reads with the scalars above; aliases may not multiply beyond all bounds."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}) > _MOST_VALUES:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"more than {_MOST_VALUES} values", node.start_mark
+            )
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -56,7 +68,25 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
 
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    return int(loader.construct_scalar(node))
+    value = int(loader.construct_scalar(node))
+    if not -_INT_LIMIT <= value < _INT_LIMIT:
+        raise yaml.constructor.ConstructorError(
+            None, None, "a whole number must fit into 64 bits", node.start_mark
+        )
+    return value
+
+
+def _expanded(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Values a node stands for when every alias is written out. Ends with recursive ones too."""
+    if node not in known:
+        known[node] = 1
+        parts: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            parts = node.value
+        elif isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        known[node] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[node]
 
 
 _Loader.yaml_implicit_resolvers = {}

@@ -10,8 +10,9 @@ from pydantic import Field
 from perdure.algorithms import Aggregation, KlEstimator
 from perdure.config import Problem, Section
 
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+# The arithmetic is float32, where larger numbers are infinite.
+Positive = Annotated[float, Field(gt=0, le=1e30)]
+NotNegative = Annotated[float, Field(ge=0, le=1e30)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from perdure.core.components import Checkpointable
+from perdure.core.errors import PerdureError
 from perdure.core.ids import GroupId, PolicyVersion, SessionId, UpdateId
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
@@ -30,7 +31,10 @@ class LocalRuntime:
         self._asleep = False
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
-        await self._sessions.run_groups(groups)
+        try:
+            await self._sessions.run_groups(groups)
+        except ExceptionGroup as failures:
+            raise _first_refusal(failures) from failures
 
     async def answer(
         self, prompts: Sequence[Prompt], *, sampling: SamplingParams
@@ -103,3 +107,14 @@ class LocalRuntime:
 
     async def close(self) -> None:
         await self._engine.close()
+
+
+def _first_refusal(failures: ExceptionGroup[Exception]) -> Exception:
+    """One error of several sessions: a bug before a refusal, so that it is not hidden."""
+    bugs = failures.split(PerdureError)[1]
+    if bugs is not None:
+        return bugs
+    first: Exception = failures
+    while isinstance(first, ExceptionGroup):
+        first = first.exceptions[0]
+    return first

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from perdure.checkpoint import Registry
 from perdure.checkpoint.registry import Kind
 from perdure.checkpoint.torch_components import RngComponent
+from perdure.core.errors import ConfigError
 from perdure.core.faults import FaultHook
 from perdure.core.rollout_api import SamplingParams
 from perdure.experience import ExperienceStore
@@ -18,6 +22,8 @@ from perdure.runtime.sessions import SessionRunner
 from perdure.tasks.api import Task
 from perdure.trainers.config import RunConfig
 from perdure.trainers.progress import Progress
+
+_NO_MEMORY = re.compile(r"memory|overflow", re.IGNORECASE)
 
 LEARNER_KINDS: dict[str, Kind] = {
     "policy": "model",
@@ -40,7 +46,32 @@ class Machinery:
 
 
 def build_machinery(config: RunConfig, task: Task) -> Machinery:
-    """Model, learner and engine. Initial weights depend on the seed alone."""
+    """Model, learner and engine. Initial weights depend on the seed alone.
+
+    Raises:
+        ConfigError: There is not enough memory.
+    """
+    with _fitting_into_memory():
+        return _build(config, task)
+
+
+@contextmanager
+def _fitting_into_memory() -> Generator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # PyTorch says so in words alone.
+        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
+            raise
+        raise ConfigError(
+            f"does not fit into memory ({str(error).splitlines()[0] or 'out of memory'})",
+            where="model and rollout engine",
+            way_out="start a run with a smaller model, rollout.slots or rollout.max_new_tokens,"
+            " or use a machine with more memory",
+        ) from error
+
+
+def _build(config: RunConfig, task: Task) -> Machinery:
     longest = task.max_prompt_tokens + config.rollout.max_new_tokens
     shape = config.model.model_config_for(
         vocab_size=task.tokenizer.vocab_size, max_positions=longest

@@ -10,6 +10,7 @@ from pydantic import Field
 from perdure.config import OPERATIONAL, Problem, Section
 from perdure.learner.config import LearnerConfig
 from perdure.models import ModelConfig
+from perdure.rollout.embedded import MIN_TEMPERATURE
 from perdure.tasks.config import TaskConfig
 
 
@@ -50,7 +51,7 @@ class RolloutConfig(Section):
     """Sessions (answers) per prompt."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 16
     """Token budget of an answer, stop token included."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     slots: Annotated[int, Field(ge=1)] = 128
@@ -116,7 +117,7 @@ class RunConfig(Section):
     runtime: Literal["local"] = "local"
     deterministic: bool = False
     """Bit-identical results and redo; refuses to go on when a redone step differs."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of the process. Part of the arithmetic: one and two threads differ."""
     task: TaskConfig
     model: ModelShape = ModelShape()
