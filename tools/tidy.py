@@ -26,7 +26,10 @@ TEXT_SUFFIXES = (".md", ".yaml", ".yml", ".toml")
 
 WRITERS = ("src/perdure/core/clock.py", "src/perdure/storage/", "src/perdure/cli/")
 """Where files may be opened for writing."""
-PROJECTIONS = ("src/perdure/runtime/metrics_files.py",)
+PROJECTIONS = (
+    "src/perdure/runtime/metrics_files.py",
+    "src/perdure/runtime/tensorboard_file.py",
+)
 """Appends to files that every incarnation writes again from the log."""
 TORCH_PLACES = (
     "src/perdure/models/",

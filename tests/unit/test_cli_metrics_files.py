@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from perdure.runtime.metrics_files import (
     MetricsFiles,
     read_rows,
 )
+from perdure.runtime.tensorboard_file import TensorBoardFile
 from perdure.storage import PosixStorage
 
 
@@ -211,6 +214,22 @@ def test_tensorboard_sees_one_curve_across_a_resume(tmp_path: Path) -> None:
     assert board["train/reward"] == [(1, 0.1), (2, 0.3)]
     assert board["held_out/accuracy"] == [(0, 0.25)]
     assert board["train_seconds/generate"] == [(1, 1.5), (2, 1.5), (3, 1.5)]
+
+
+def test_a_board_that_is_refused_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the caller's thread: a failure in a thread of TensorBoard's would reach nobody."""
+
+    def full(_: TensorBoardFile) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with files(tmp_path, tensorboard=True) as metrics:
+        metrics.rebuild(steps=[], evaluations=[])
+        assert threading.active_count() == 1
+        monkeypatch.setattr(TensorBoardFile, "flush", full)
+        with pytest.raises(StorageError, match="tensorboard: cannot be written"):
+            metrics.step(done(1))
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -66,12 +67,15 @@ class MetricsFiles:
         self._evaluations = LineFile(self._run_dir / EVALUATIONS_PATH)
         if self._with_board:
             self._storage.remove(TENSORBOARD_DIR)
-            self._board = TensorBoardFile(self._run_dir / TENSORBOARD_DIR, clock=self._clock)
-            for row in step_rows:
-                self._board.add(_tagged("train", row))
-            for row in evaluation_rows:
-                self._board.add(_tagged("held_out", row))
-            self._board.flush()
+            self._storage.make_dirs(TENSORBOARD_DIR)
+            path = self._run_dir / TENSORBOARD_DIR
+            with _refusing(path):
+                self._board = TensorBoardFile(path, clock=self._clock)
+                for row in step_rows:
+                    self._board.add(_tagged("train", row))
+                for row in evaluation_rows:
+                    self._board.add(_tagged("held_out", row))
+                self._board.flush()
 
     def step(self, record: StepDone) -> None:
         """Append the row of an acknowledged step."""
@@ -104,7 +108,8 @@ class MetricsFiles:
         file.append(row)
         if self._board is not None:
             self._board.add(_tagged(prefix, row))
-            self._board.flush()
+            with _refusing(self._run_dir / TENSORBOARD_DIR):
+                self._board.flush()
 
 
 class EventsFile:
@@ -145,7 +150,7 @@ class LineFile:
             self._torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self._path, error) from error
 
     def append(self, row: Mapping[str, object]) -> None:
         """Hand one line to the operating system, whole.
@@ -157,20 +162,29 @@ class LineFile:
         try:
             written = self._file.write(line)
         except OSError as error:
-            raise self._refused(error) from error
+            raise _refused(self._path, error) from error
         self._torn = written != len(line)
         if self._torn:
-            raise self._refused(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            raise _refused(self._path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
     def close(self) -> None:
         self._file.close()
 
-    def _refused(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"cannot be written ({error.strerror})",
-            where=str(self._path),
-            way_out="free space or make it writable, then resume the run",
-        )
+
+@contextmanager
+def _refusing(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot be written ({error.strerror})",
+        where=str(path),
+        way_out="free space or make it writable, then resume the run",
+    )
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -180,16 +194,27 @@ def read_rows(path: Path) -> list[Row]:
 
     Raises:
         DamagedError: A line is no row.
+        StorageError: It cannot be read.
     """
-    if not path.exists():
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return []
+    except OSError as error:
+        raise StorageError(
+            f"cannot be read ({error.strerror})",
+            where=str(path),
+            way_out="make it readable or move it away: it is written again from the log",
+        ) from error
     rows: dict[int, Row] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
         if not line.endswith(b"\n"):
             break
         try:
             row = json.loads(line)
-            rows[int(row["global_step"])] = {"digest": row["digest"], **row}
+            if type(row["global_step"]) is not int:
+                raise ValueError("global_step is no whole number")
+            rows[row["global_step"]] = {"digest": row["digest"], **row}
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedError(
                 f"is no row ({error})",
