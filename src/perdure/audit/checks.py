@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from perdure.audit import schema
-from perdure.audit.files import check_checkpoint, check_metrics, check_positions, read_metrics
+from perdure.audit.files import (
+    check_checkpoint,
+    check_metrics,
+    check_positions,
+    read_metrics,
+    require_readable,
+)
 from perdure.audit.groups import Groups
 from perdure.audit.history import Event, History, read_history
 from perdure.audit.payloads import Payloads
@@ -28,8 +34,10 @@ def audit_run(path: Path) -> AuditReport:
     Raises:
         NothingToResumeError: There is no run.
         FutureFormatError: A newer version has written part of it.
+        OSError: A directory cannot be read.
     """
     findings = Findings()
+    require_readable(path)
     # Rows come after their records and references after what they lead to: read in this order, a
     # run that is being written never looks broken.
     rows = read_metrics(path, findings)

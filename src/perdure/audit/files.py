@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,17 @@ class Row(NamedTuple):
     where: str
     global_step: int
     digest: str
+
+
+def require_readable(run: Path) -> None:
+    """What cannot be read is not absent, as which ``glob`` would show it.
+
+    Raises:
+        OSError: A directory of the run cannot be read.
+    """
+    for name in ("", "log", "incarnations", "seals", "checkpoints", "metrics"):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.listdir(run / name)
 
 
 def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:

@@ -101,11 +101,9 @@ def _contents(
     Raises:
         ValueError: An array is missing, of another type, or does not fit its record.
     """
-    fields = segment.fields(record)
-    if fields is None:
-        raise ValueError("its fields are not a map")
+    fields = segment.fields(record) or {}
     arrays: Arrays = {}
-    for name, dtype, shape, offset, size in fields["arrays"]:
+    for name, dtype, shape, offset, size in fields.get("arrays", ()):
         start = record.offset + offset
         if [size] != [length * int(dtype[2:]) for length in shape] or dtype != expected.get(name):
             raise ValueError(f"array {name} is {dtype} of shape {shape} in {size} bytes")
