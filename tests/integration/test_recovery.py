@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -138,6 +139,51 @@ def test_a_rewind_voids_what_was_trained_beyond_the_checkpoint(tmp_path: Path) -
     assert after.counts[GroupState.TRAINED] == 24
     assert after.counts[GroupState.EVICTED] >= 4
     assert_audited(run)
+
+
+def test_a_rewind_lets_no_group_mix_weights_that_no_longer_exist(tmp_path: Path) -> None:
+    """The sixth step is being generated when the run goes back to the weights of the fourth."""
+    run = tmp_path / "run"
+    cut_off(run, "learner.lr=0.01", point=FaultPoint.SESSION_FINISHED, hit=5 * 16 + 6)
+    before = state_of(run)
+    begun = [g.submitted.group for g in before.table.open() if g.counted]
+    assert begun, "the crash has to leave a group half done"
+    launch.resume(run, redo=False)
+    after = state_of(run)
+    assert {after.table.state_of(group) for group in begun} == {GroupState.EVICTED}
+    assert after.counts[GroupState.TRAINED] == 24
+    for group in after.groups.values():
+        assert len({done.last_version for done in group.done.values()}) == 1
+    assert_audited(run)
+
+
+def test_a_checkpoint_taken_again_stands_where_the_first_one_stood(tmp_path: Path) -> None:
+    """Checkpoint 0 is lost and made anew from the warm start while the log goes on far beyond."""
+    run = tmp_path / "run"
+    cut_off(run, "checkpoint.every_steps=100", point=FaultPoint.STEP_DONE, hit=2)
+    (first,) = [record for record in state_of(run).checkpoints if record.phase == "train"]
+    shutil.rmtree(run / "checkpoints" / first.directory)
+    plan = FaultPlan([FaultRule(FaultPoint.REDO_STEP, 2, FaultAction.RAISE)])
+    with pytest.raises(InjectedFault):
+        launch.resume(run, injected=Injected(faults=plan))
+    again = state_of(run).checkpoints[-1]
+    assert (again.phase, again.step) == ("train", 0)
+    assert again.directory != first.directory
+    assert again.position == first.position
+    events = Events()
+    launch.resume(run, redo=False, display=events)
+    assert not events.of("redone"), "what was trained beyond the checkpoint is void"
+    assert_audited(run)
+
+
+def test_other_bits_stop_a_deterministic_warm_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    cut_off(run, point=FaultPoint.WARM_START_STEP, hit=5)
+    monkeypatch.setattr(LocalLearner, "supervised_step", _drifting(LocalLearner.supervised_step))
+    with pytest.raises(RedoDivergedError, match="warm start step 4"):
+        launch.resume(run)
 
 
 def test_a_batch_that_raises_twice_is_set_aside(

@@ -18,7 +18,8 @@ from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.core.record_types import EvictionReason
+from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.records import ControlRecord, Evicted, GroupSettled
 from perdure.core.storage_api import Storage
 from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
 from perdure.runtime.ledger import LogLedger
@@ -209,7 +210,7 @@ async def _advance(ctx: TrainContext) -> None:
     await _set_poison_aside(ctx)
     await warm_start(ctx)
     if ctx.progress.global_step == 0:
-        await stage_checkpoint_if_due(ctx, GlobalStep(0))
+        stage_checkpoint_if_due(ctx, GlobalStep(0))
     await redo(ctx)
     if ctx.progress.local_updates == 0:
         await _drop_abandoned(ctx)
@@ -231,18 +232,27 @@ async def _set_poison_aside(ctx: TrainContext) -> None:
 
 
 async def _drop_abandoned(ctx: TrainContext) -> None:
-    """After a rewind: evict finished groups of weights that no longer exist (sync is on-policy)."""
+    """Evict groups with sessions of weights that no longer exist (sync is on-policy).
+
+    A rewind leaves such groups behind, and so does a redo that came to other bits. Those that are
+    still open fail first: a group in the middle of its sessions cannot be evicted.
+    """
     state = ctx.store.state
-    digest = await ctx.runtime.policy_digest()
-    current = state.version_of(digest)
-    abandoned = [
-        (group, EvictionReason.ABANDONED)
-        for group in state.table.finished
-        if any(done.last_version != current for done in state.groups[group].done.values())
-    ]
-    if abandoned:
+    current = state.version_of(await ctx.runtime.policy_digest())
+
+    def is_abandoned(group: GroupId) -> bool:
+        return any(d.last_version != current for d in state.groups[group].counted.values())
+
+    begun = [g.submitted.group for g in state.table.open() if is_abandoned(g.submitted.group)]
+    finished = [group for group in state.table.finished if is_abandoned(group)]
+    if begun or finished:
         step = GlobalStep(ctx.progress.global_step + 1)
-        await acknowledged(ctx.store, ctx.store.evict(abandoned, global_step=step))
+        why = "the weights of its sessions no longer exist"
+        records: list[ControlRecord] = [
+            *(GroupSettled(group, GroupOutcome.FAILED, why) for group in begun),
+            *(Evicted(g, EvictionReason.ABANDONED, step) for g in sorted([*begun, *finished])),
+        ]
+        await acknowledged(ctx.store, ctx.store.append_all(records))
 
 
 def _announce_start(ctx: TrainContext, launch: Launch) -> None:

@@ -21,8 +21,7 @@ async def redo(ctx: TrainContext) -> None:
 
     Consumes the log; produces ``redone`` records and the due checkpoints. Ends behind the last
     logged local update, which may be in the middle of a step. Batches that were set aside as poison
-    are passed over. Cancellation is harmless: the next
-    incarnation redoes again.
+    are passed over. Cancellation is harmless: the next incarnation redoes again.
 
     Raises:
         RedoDivergedError: Deterministic mode and a digest differs from the logged one.
@@ -53,16 +52,21 @@ async def _confirm(ctx: TrainContext, step: GlobalStep, logged: StepDone) -> Non
     again = await step_record(ctx, step)
     equal = again.digest == logged.digest
     if not equal and ctx.config.deterministic:
-        raise RedoDivergedError(
-            f"redone digest {again.digest} differs from the logged {logged.digest}",
-            where=f"global step {step}",
-            rule="in deterministic mode a redone step gives the same bits",
-            way_out="resume on the CPU kind and library versions that run.json names, or go on from"
-            " the checkpoint with `perdure resume RUN --no-redo`",
-        )
+        raise diverged(f"global step {step}", again=again.digest, logged=logged.digest)
     record = Redone(step, again.digest, equal, ctx.store.incarnation)
     await acknowledged(ctx.store, ctx.store.append(record))
     ctx.events("redone", {"global_step": step, "digest": again.digest, "equal": equal})
     ctx.progress.complete(step)
-    await stage_checkpoint_if_due(ctx, step)
+    stage_checkpoint_if_due(ctx, step)
     ctx.begin_step()
+
+
+def diverged(where: str, *, again: str, logged: str) -> RedoDivergedError:
+    """The error of work that was done again and came to other bits."""
+    return RedoDivergedError(
+        f"redone digest {again} differs from the logged {logged}",
+        where=where,
+        rule="in deterministic mode a redone step gives the same bits",
+        way_out="resume on the CPU kind and library versions that run.json names, or go on from"
+        " the checkpoint with `perdure resume RUN --no-redo`",
+    )

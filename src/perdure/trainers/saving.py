@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from perdure.checkpoint import StagedInfo
-from perdure.core.ids import CheckpointName, GlobalStep
-from perdure.core.records import Checkpointed
+from perdure.core.ids import CheckpointName, GlobalStep, LogPosition
+from perdure.core.records import Checkpointed, ControlRecord
 from perdure.trainers.context import TrainContext
 
 
-async def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
+def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     """Stage after ``step`` every N steps or T seconds, whichever comes first.
 
     Steps 0 and the last are always due, and waited for. The others become durable in the
@@ -22,20 +20,18 @@ async def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     edge = step in (0, ctx.config.trainer.total_steps)
     elapsed_s = ctx.clock.monotonic_s() - ctx.last_checkpoint_s
     if edge or step % config.every_steps == 0 or elapsed_s >= config.every_s:
-        await stage_checkpoint(ctx, "train", step, wait=edge)
+        stage_checkpoint(ctx, "train", step, must=edge)
 
 
-async def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, wait: bool) -> None:
-    """Stage the present state as ``phase``/``step``.
+def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) -> None:
+    """Stage the present state as ``phase``/``step``; ``must`` waits until it is committed.
 
-    Its log position is the end of the step's ``step_done`` record: redo starts behind it, also when
-    the step itself is being redone and the log goes on far beyond.
+    Raises:
+        StorageError: ``must`` and it could not be committed.
     """
     state = ctx.store.state
-    done = state.step_done.get(GlobalStep(step)) if phase == "train" else None
-    position = state.position_of(done) if done is not None else None
     info = StagedInfo(
-        position=position or ctx.store.position,
+        position=_position(ctx, phase, step),
         clocks={
             "global_step": ctx.progress.global_step,
             "local_update": ctx.progress.local_updates,
@@ -57,12 +53,26 @@ async def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, wait: bo
         environment={"threads": ctx.config.threads, **ctx.run.versions},
     )
     name = CheckpointName(phase, step, ctx.store.incarnation)
-    if wait:
-        await asyncio.to_thread(ctx.checkpoints.stage, name, info=info, must=True)
-    else:
-        ctx.checkpoints.stage(name, info=info)
-    ctx.staged.add((phase, step))
-    ctx.last_checkpoint_s = ctx.clock.monotonic_s()
+    if ctx.checkpoints.stage(name, info=info, must=must):
+        ctx.staged.add((phase, step))
+        ctx.last_checkpoint_s = ctx.clock.monotonic_s()
+
+
+def _position(ctx: TrainContext, phase: str, step: int) -> LogPosition:
+    """End of the last record that the staged state stands behind: redo starts there.
+
+    Not the end of the log, which goes on far beyond when the step itself is being redone.
+    """
+    state = ctx.store.state
+    behind: ControlRecord = state.incarnations[0]
+    for record in state.phase_steps.values():
+        if phase == "train" or record.step <= step:
+            behind = record
+    if phase == "train" and step > 0:
+        behind = state.step_done[GlobalStep(step)]
+    position = state.position_of(behind)
+    assert position is not None, f"{behind.key()} is awaited before its state is staged"
+    return position
 
 
 def _trusted(ctx: TrainContext) -> list[Checkpointed]:

@@ -158,7 +158,7 @@ async def finish_step(ctx: TrainContext, step: GlobalStep) -> None:
 
 async def complete_step(ctx: TrainContext, step: GlobalStep) -> None:
     """Everything a step does after ``step_done``, in order; repeated as a whole after a crash."""
-    await stage_checkpoint_if_due(ctx, step)
+    stage_checkpoint_if_due(ctx, step)
     await publish_weights(ctx, step)
     await validate_if_due(ctx, step)
     if step > ctx.rows_upto:

@@ -10,6 +10,7 @@ from perdure.core.faults import FaultPoint
 from perdure.core.records import PhaseStep
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
+from perdure.trainers.redo import diverged
 from perdure.trainers.saving import stage_checkpoint
 
 
@@ -17,6 +18,10 @@ async def warm_start(ctx: TrainContext) -> None:
     """Train on demonstrations from where the progress stands; then freeze the reference policy.
 
     Consumes ``task.demonstration``; produces ``phase_step`` records and warm checkpoints.
+    Cancellation is harmless: the next incarnation repeats the steps since the last checkpoint.
+
+    Raises:
+        RedoDivergedError: Deterministic mode and a repeated step has another digest than before.
     """
     if ctx.progress.training:
         return
@@ -32,7 +37,7 @@ async def warm_start(ctx: TrainContext) -> None:
         if done % ctx.config.trainer.warm_start_log_every == 0 or done == config.steps:
             await _log_progress(ctx, done, metrics)
         if done % ctx.config.checkpoint.warm_start_every_steps == 0 and done < config.steps:
-            await stage_checkpoint(ctx, "warm", done, wait=False)
+            stage_checkpoint(ctx, "warm", done, must=False)
     await ctx.runtime.begin_training()
     ctx.progress.training = 1
 
@@ -46,7 +51,20 @@ async def _log_progress(ctx: TrainContext, done: int, metrics: dict[str, float])
         timings_s=dict(ctx.timings_s),
         final=done == ctx.config.learner.supervised.steps,
     )
+    _confirm(ctx, record)
     await acknowledged(ctx.store, ctx.store.append(record))
     seconds = ctx.timings_s["warm_start"]
     ctx.begin_step()
     ctx.events("warm_start", {"step": done, "loss": metrics["loss"], "seconds": seconds})
+
+
+def _confirm(ctx: TrainContext, again: PhaseStep) -> None:
+    """Compare a repeated step with its record, which stays the one that counts."""
+    logged = ctx.store.state.phase_steps.get((again.phase, again.step))
+    if logged is None or logged.digest == again.digest:
+        return
+    where = f"warm start step {again.step}"
+    if ctx.config.deterministic:
+        raise diverged(where, again=again.digest, logged=logged.digest)
+    message = f"{where}: redone digest {again.digest} differs from the logged {logged.digest}"
+    ctx.events("warning", {"message": message})
