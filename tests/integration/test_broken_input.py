@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +15,13 @@ import pytest
 from drill_tools import RECIPE, assert_same_training
 from typer.testing import CliRunner
 
+from perdure.cli import ckpt
 from perdure.cli.main import app
 from perdure.config import load_config
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
+from perdure.core.records import Checkpointed
+from perdure.core.storage_api import Storage
+from perdure.storage import PosixStorage
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
@@ -160,3 +168,65 @@ def test_a_directory_where_a_file_belongs(half_done: Path, path: str) -> None:
         code, message = perdure(command, half_done)
         assert code in (0, 2, 5, 7), message
         assert code == 0 or path in message
+
+
+@pytest.mark.parametrize("command", ["resume", "audit"])
+def test_a_file_is_no_run(command: str) -> None:
+    code, message = perdure(command, RECIPE)
+    assert code == 6, message
+    assert "no run here" in message
+
+
+def test_a_run_where_a_file_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, message = perdure("train", RECIPE, "--run", tmp_path / "file")
+    assert code == 7
+    assert str(tmp_path / "file") in message
+    assert "in the way" in message
+
+
+@pytest.mark.parametrize("name", ["log", "incarnations", "seals", "checkpoints", "metrics"])
+def test_the_audit_proves_nothing_of_what_it_cannot_read(
+    half_done: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permissions do not stop root, so the refusal is put in."""
+    listdir = os.listdir
+
+    def refuse(path: str | Path) -> list[str]:
+        if Path(path) == half_done / name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    code, message = perdure("audit", half_done)
+    assert code == 7, message
+    assert f"{half_done / name}: cannot open" in message
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_live_run_may_collect_a_checkpoint_meanwhile(
+    half_done: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ckpt._committed(PosixStorage(half_done))
+    log_as_read = iter([before] if command == "verify" else [])
+    assert len(before) == 2
+
+    def committed(_: Storage) -> list[Checkpointed]:
+        shutil.rmtree(half_done / "checkpoints" / before[0].directory, ignore_errors=True)
+        return next(log_as_read, before[1:])
+
+    monkeypatch.setattr(ckpt, "_committed", committed)
+    code, output = perdure("ckpt", command, half_done)
+    assert code == 0, output
+    assert before[0].directory not in output
+
+
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", ">/dev/full"])
+def test_closed_streams_change_nothing(tmp_path: Path, reference: Path, closed: str) -> None:
+    """A log that got the descriptor of a closed stream would be written into by a library."""
+    run = tmp_path / "run"
+    command = f'"{sys.executable}" -c "from perdure.cli.main import main; main()"'
+    train = f'{command} train "{RECIPE}" --run "{run}" {closed}'
+    ended = subprocess.run(["sh", "-c", train], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert_same_training(run, reference)

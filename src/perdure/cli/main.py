@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -77,4 +79,20 @@ app.add_typer(config.app, name="config")
 
 def main() -> None:
     """Entry point of the ``perdure`` command."""
+    _open_closed_streams()
     app()
+
+
+def _open_closed_streams() -> None:
+    """Put the null device in place of standard streams that were closed (``>&-``).
+
+    Else the next file that is opened, perhaps the log, is the one that output goes to.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    # Python has no streams for descriptors that were closed when it started.
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

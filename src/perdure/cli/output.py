@@ -23,7 +23,9 @@ def file_refusal(error: OSError) -> StorageError:
     """What a file that is read or drawn for people, outside the storage, was refused with."""
     from perdure.storage.refusals import refusal
 
-    return refusal("open, read or write", where=str(error.filename or "a file"), error=error)
+    return refusal(
+        "open, read or write", where=str(error.filename or "standard output"), error=error
+    )
 
 
 def print_json(value: Mapping[str, object]) -> None:

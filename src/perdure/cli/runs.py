@@ -26,6 +26,8 @@ def open_run(run_dir: Path) -> Storage:
 
     storage = PosixStorage(run_dir)
     try:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise NothingToResumeError("a file")
         read_run(storage)
     except NothingToResumeError as error:
         raise NothingToResumeError(

@@ -39,7 +39,7 @@ class PosixStorage:
         return Path(self._root)
 
     def make_dirs(self, path: str) -> None:
-        with _refusing("create directory", path):
+        with _refusing("create directory", path or self._root):
             self._make_root()
             directory = self._root
             for name in relative_parts(path):

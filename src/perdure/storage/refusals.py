@@ -20,6 +20,8 @@ _WAYS_OUT = MappingProxyType(
         errno.EROFS: "remount the file system writable or choose another run directory",
         errno.EIO: "check the disk (kernel log, SMART), then resume; what was acknowledged is kept",
         errno.ENOENT: "create the directory, or check that nobody removed it",
+        errno.ENOTDIR: "move the file that is in the way, or choose another directory",
+        errno.EISDIR: "move the directory that is in the way",
         errno.ENOLCK: "choose a run directory on a local file system that supports flock",
         errno.EMFILE: "raise the limit of open files (ulimit -n)",
     }
