@@ -20,8 +20,6 @@ IncarnationNumber = NewType("IncarnationNumber", int)
 """Fencing number, raised at every start or recovery, counted from 1."""
 GroupId = NewType("GroupId", int)
 """Submission order of a prompt group inside one run, counted from 0; never reused."""
-Lsn = NewType("Lsn", int)
-"""Log sequence number: position of a record in one incarnation's stream, counted from 0."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from perdure.core.components import Checkpointable
 from perdure.core.ids import PolicyVersion, UpdateId
 from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
@@ -71,10 +70,6 @@ class Runtime(Protocol):
         ...
 
     @property
-    def optimizer_step(self) -> int: ...
-
-    def components(self) -> Mapping[str, Checkpointable]:
-        """What a checkpoint stores of the learner, by name, in restore order."""
+    def optimizer_step(self) -> int:
+        """Calls of the actor's ``optimizer.step()`` since :meth:`begin_training`."""
         ...
-
-    async def close(self) -> None: ...

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
-from perdure.core.components import Checkpointable
 from perdure.core.errors import PerdureError
 from perdure.core.ids import GroupId, PolicyVersion, SessionId, UpdateId
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
@@ -31,19 +31,19 @@ class LocalRuntime:
         self._asleep = False
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
-        try:
+        with _one_error():
             await self._sessions.run_groups(groups)
-        except ExceptionGroup as failures:
-            raise _first_refusal(failures) from failures
 
     async def answer(
         self, prompts: Sequence[Prompt], *, sampling: SamplingParams
     ) -> list[Trajectory]:
-        return list(
-            await asyncio.gather(
-                *(self._answer_one(i, prompt, sampling) for i, prompt in enumerate(prompts))
-            )
-        )
+        with _one_error():
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._answer_one(index, prompt, sampling))
+                    for index, prompt in enumerate(prompts)
+                ]
+        return [task.result() for task in tasks]
 
     async def _answer_one(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Trajectory:
         request = GenerationRequest(
@@ -102,19 +102,14 @@ class LocalRuntime:
     def optimizer_step(self) -> int:
         return self._learner.optimizer_step
 
-    def components(self) -> Mapping[str, Checkpointable]:
-        return self._learner.components()
 
-    async def close(self) -> None:
-        await self._engine.close()
-
-
-def _first_refusal(failures: ExceptionGroup[Exception]) -> Exception:
-    """One error of several sessions: a bug before a refusal, so that it is not hidden."""
-    bugs = failures.split(PerdureError)[1]
-    if bugs is not None:
-        return bugs
-    first: Exception = failures
-    while isinstance(first, ExceptionGroup):
-        first = first.exceptions[0]
-    return first
+@contextmanager
+def _one_error() -> Generator[None]:
+    """Of several tasks' errors raise one: a bug before a refusal, so that it is not hidden."""
+    try:
+        yield
+    except ExceptionGroup as failures:
+        first: Exception = failures.split(PerdureError)[1] or failures
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise first from failures
