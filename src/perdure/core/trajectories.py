@@ -45,14 +45,13 @@ class Trajectory:
 
     def check(self) -> None:
         """Assert that lengths agree and that the segments cover the response."""
-        assert self.prompt_ids_P.ndim == self.response_ids_T.ndim == 1
-        shape = self.response_ids_T.shape
-        assert self.logprobs_T.shape == self.loss_mask_T.shape == shape
+        length = len(self.response_ids_T)
+        assert len(self.logprobs_T) == len(self.loss_mask_T) == length
         end = 0
         for segment in self.segments:
             assert segment.start == end
             end = segment.end
-        assert end == shape[0]
+        assert end == length
 
     @property
     def first_version(self) -> PolicyVersion:

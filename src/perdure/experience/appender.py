@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from perdure.core.ids import LogPosition
-from perdure.core.records import ControlRecord, SessionDone
+from perdure.core.records import ControlRecord, GroupSettled, SessionDone
 from perdure.core.trajectories import Trajectory
 from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
@@ -49,9 +49,12 @@ class Appender:
         """
         return self._append([(Entry(record), None) for record in records])
 
-    def append_sessions(self, sessions: Sequence[tuple[Entry, Trajectory]]) -> Future[LogPosition]:
-        """Count and log settled sessions like :meth:`append`; the entries have payloads."""
-        return self._append(sessions)
+    def append_sessions(
+        self, sessions: Sequence[tuple[Entry, Trajectory]], *, settled: GroupSettled | None
+    ) -> Future[LogPosition]:
+        """Count and log sessions, whose entries have payloads, and what settles a group."""
+        settling = [] if settled is None else [(Entry(settled), None)]
+        return self._append([*sessions, *settling])
 
     def urge(self) -> Future[LogPosition]:
         """Commit without lingering; resolves when everything appended so far is acknowledged."""
@@ -90,10 +93,11 @@ class Appender:
             fresh: list[Entry] = []
             try:
                 for entry, trajectory in items:
-                    if self._state.apply(None, _control(entry)):
-                        fresh.append(entry)
-                        if trajectory is not None:
-                            self._cache.add(trajectory)
+                    if not self._state.apply(None, _control(entry)):
+                        continue
+                    fresh.append(entry)
+                    if trajectory is not None:
+                        self._cache.add(trajectory)
             finally:
                 future = self._write(fresh) if fresh else None
             return future or self._first(_control(items[-1][0]))

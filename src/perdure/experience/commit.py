@@ -78,8 +78,8 @@ class Committer:
             raise
         require_unfenced(self._storage, self._claim.incarnation)
         fields: dict[str, object] = {
-            "records": sum((e.control is not None) + (e.payload is not None) for e in entries),
-            "bytes": sum(entry.size for entry in entries),
+            "records": sum([(e.control is not None) + (e.payload is not None) for e in entries]),
+            "bytes": sum([entry.size for entry in entries]),
             "fsync_ms": (self._clock.monotonic_s() - started_s) * 1e3,
         }
         self._events("log_committed", fields)

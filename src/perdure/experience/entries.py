@@ -8,16 +8,15 @@ from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
-from perdure.core.record_types import StopReason
+from perdure.core.record_types import RecordType, StopReason
 from perdure.core.records import ControlRecord, Partial, SessionDone
 from perdure.experience.format import (
     ControlPlace,
     PayloadPlace,
-    join_record,
     prepare_record,
     prepare_referring_record,
 )
-from perdure.experience.template import FieldsTemplate, Shape, Slot
+from perdure.experience.template import RecordTemplate, Shape, Slot
 
 
 class Payload(NamedTuple):
@@ -103,18 +102,18 @@ def _session_done(record: SessionDone, key: str) -> bytearray:
         *parts.values(),
         *_NOT_PLACED,
     )
-    template = _session_done_template(record.stop_reason, *parts)
-    return join_record(record.type, key=key, fields=template.fill(numbers))
+    return _session_done_template(record.stop_reason, *parts).fill(key, numbers)
 
 
 _NOT_PLACED = (0, 0, 0, 0, 0)
 
 
 @functools.lru_cache(maxsize=256)
-def _session_done_template(stop_reason: StopReason, *parts: str) -> FieldsTemplate:
+def _session_done_template(stop_reason: StopReason, *parts: str) -> RecordTemplate:
     number = Slot.UINT64
     named: dict[str, Shape] = dict.fromkeys(parts, Slot.FLOAT64)
-    return FieldsTemplate(
+    return RecordTemplate(
+        RecordType.SESSION_DONE,
         {
             "session": [number, number],
             "reward": Slot.FLOAT64,
@@ -124,5 +123,5 @@ def _session_done_template(stop_reason: StopReason, *parts: str) -> FieldsTempla
             "last_version": number,
             "parts": named,
             "payload": [Slot.UINT32, Slot.UINT32, number, number, number],
-        }
+        },
     )

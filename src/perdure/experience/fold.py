@@ -43,19 +43,9 @@ from perdure.core.records import (
     is_void,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.groups import Group, GroupTable, group_of
+from perdure.experience.groups import GROUP_RECORDS, Group, GroupTable, group_of
 from perdure.experience.lifecycle import GroupState
 from perdure.experience.reader import Placed
-
-_GROUP_RECORDS = (
-    Submitted,
-    SessionDone,
-    GroupSettled,
-    Partial,
-    ToolResult,
-    Evicted,
-    Refilled,
-)
 
 
 class ExperienceState:
@@ -165,11 +155,13 @@ class ExperienceState:
             LifecycleError: The record is illegal here; nothing has changed.
         """
         key = record.key()
-        if self._known(record, key):
+        places = self._places(record)
+        if self.table.known_of_retired(record) if places is None else key in places:
             self._refuse_conflict(record)
             return False
         self._handlers[type(record)](record)
-        places = self._places(record)
+        if places is None:
+            places = self._places(record)
         if places is not None:
             places[key] = position
         self._advance(position)
@@ -181,7 +173,7 @@ class ExperienceState:
             record, place = entry.control, entry.control_place
             assert record is not None
             assert place is not None
-            if isinstance(record, _GROUP_RECORDS):
+            if isinstance(record, GROUP_RECORDS):
                 group = self.table.live.get(group_of(record))
                 if group is not None:
                     group.late.append((record, place, entry.payload_place))
@@ -192,7 +184,7 @@ class ExperienceState:
     def position_of(self, record: ControlRecord) -> LogPosition | None:
         """Where the first record with this key ends; None if absent, retired or not yet durable."""
         key = record.key()
-        if isinstance(record, _GROUP_RECORDS):
+        if isinstance(record, GROUP_RECORDS):
             group = self.table.live.get(group_of(record))
             return group.positions.get(key) if group is not None else None
         return self._positions.get(key)
@@ -234,15 +226,9 @@ class ExperienceState:
         for group in self.table.live.values():
             assert group.submitted.key() in group.places
 
-    def _known(self, record: ControlRecord, key: str) -> bool:
-        if isinstance(record, _GROUP_RECORDS):
-            group = self.table.live.get(group_of(record))
-            return self.table.known_of_retired(record) if group is None else key in group.places
-        return key in self._positions
-
     def _places(self, record: ControlRecord) -> dict[str, LogPosition | None] | None:
         """Keys that counted beside this record's; None if its group is retired or not yet there."""
-        if not isinstance(record, _GROUP_RECORDS):
+        if not isinstance(record, GROUP_RECORDS):
             return self._positions
         group = self.table.live.get(group_of(record))
         return None if group is None else group.places

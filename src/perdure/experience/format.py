@@ -7,10 +7,9 @@ without encoding anything again.
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -95,48 +94,15 @@ def prepare_record(
         ValueError: The record would take 4 GiB or more.
     """
     if arrays is None:
-        return join_record(record_type, key=key, fields=_pack(fields))
+        return _join(record_type, key, _pack(fields), [])
     open_fields = _pack({**fields, "arrays": None})[:-1]
     signature = tuple([(name, a.dtype, a.shape) for name, a in arrays.items()])
     layout = array_layout(signature, len(open_fields))
     if layout.swapped:
         arrays = {name: a.astype(a.dtype.newbyteorder("<")) for name, a in arrays.items()}
-    raws = [array.tobytes() for array in arrays.values()]
-    return join_record(record_type, key=key, fields=open_fields, layout=layout, raws=raws)
-
-
-def join_record(
-    record_type: RecordType,
-    *,
-    key: str,
-    fields: bytes,
-    layout: ArrayLayout | None = None,
-    raws: Sequence[bytes] = (),
-) -> bytearray:
-    """Build a record without its stamp from packed fields and arrays.
-
-    Args:
-        fields: Complete; with a layout, all but the value of the last one, ``arrays``.
-        layout: Where the arrays lie.
-        raws: The arrays as bytes, little-endian, in the order of the layout.
-
-    Raises:
-        ValueError: The record would take 4 GiB or more.
-    """
-    pieces: list[bytes] = []
-    if layout is not None:
-        if layout.end > _MAX_BYTES:
-            raise ValueError(f"record {key} takes {layout.end} bytes; at most {_MAX_BYTES} fit")
-        fields += layout.listing
-        pieces = layout.pieces.copy()
-        pieces[::2] = raws
-    padding = _ZEROS[: -len(fields) % ALIGNMENT]
-    record = bytearray().join((_ZEROS, fields, padding, *pieces))
-    _HEAD.pack_into(
-        record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(fields)
-    )
-    _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
-    return record
+    pieces = layout.pieces.copy()
+    pieces[::2] = [array.tobytes() for array in arrays.values()]
+    return _join(record_type, key, open_fields + layout.listing, pieces)
 
 
 def prepare_referring_record(
@@ -148,8 +114,7 @@ def prepare_referring_record(
     """
     del fields["payload"]
     fields["payload"] = None
-    fields_open = _pack(fields)[:-1]
-    return join_record(record_type, key=key, fields=fields_open + _NO_REFERENCE)
+    return _join(record_type, key, _pack(fields)[:-1] + _NO_REFERENCE, [])
 
 
 def set_reference(record: bytearray, place: PayloadPlace) -> None:
@@ -248,6 +213,36 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
     return arrays
 
 
+def _join(record_type: RecordType, key: str, packed: bytes, arrays: list[bytes]) -> bytearray:
+    record = bytearray().join((_ZEROS, packed, padding(len(packed)), *arrays))
+    _HEAD.pack_into(
+        record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(packed)
+    )
+    record[_KEY_HASH_AT:_CHECKSUM_AT] = key_hash(key)
+    return record
+
+
+def open_header(record_type: RecordType, length: int, fields_length: int) -> tuple[bytes, bytes]:
+    """The header of a record that is not stamped: what precedes and what follows the key's hash."""
+    units = length // ALIGNMENT
+    head = _HEAD.pack(MAGIC, FORMAT_VERSION, record_type, units, fields_length)
+    return head.ljust(_KEY_HASH_AT, b"\0"), _NO_CHECKSUM
+
+
+def key_hash(key: str) -> bytes:
+    """The hash of an idempotency key as the header has it."""
+    return _KEY_HASH.pack(xxhash.xxh3_64_intdigest(key.encode()))
+
+
+def padding(length: int) -> bytes:
+    """The zeros behind ``length`` bytes."""
+    return _ZEROS[: -length % ALIGNMENT]
+
+
+ArraySignature = tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
+"""Name, dtype and shape of each array of a record."""
+
+
 class ArrayLayout(NamedTuple):
     """Where arrays of given names, dtypes and shapes lie behind fields of a given length.
 
@@ -264,11 +259,12 @@ class ArrayLayout(NamedTuple):
     swapped: bool
 
 
-@functools.lru_cache(maxsize=4096)
-def array_layout(
-    signature: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...], open_length: int
-) -> ArrayLayout:
-    """The layout of arrays behind ``open_length`` bytes of other fields."""
+def array_layout(signature: ArraySignature, open_length: int) -> ArrayLayout:
+    """The layout of arrays behind ``open_length`` bytes of other fields.
+
+    Raises:
+        ValueError: The record would take 4 GiB or more.
+    """
     # The offsets depend on the length of the fields that list them: they get a fixed width.
     head = _pack([None] * len(signature))[: -len(signature) or None]
     names = [
@@ -281,11 +277,13 @@ def array_layout(
     pieces: list[bytes] = []
     for name, (_, dtype, shape) in zip(names, signature, strict=True):
         size = math.prod(shape) * dtype.itemsize
-        # An offset that does not fit is refused by the caller, by the end of the record.
+        # An offset that does not fit is refused below, by the end of the record.
         extent = _EXTENT.pack(_UINT32, offset & _UINT32_MAX, _UINT32, size & _UINT32_MAX)
         entries += (name, extent)
-        pieces += (b"", _ZEROS[: -size % ALIGNMENT])
+        pieces += (b"", padding(size))
         offset = _aligned(offset + size)
+    if offset > _MAX_BYTES:
+        raise ValueError(f"a record would take {offset} bytes; at most {_MAX_BYTES} fit")
     swapped = any(dtype.str[0] == ">" for _, dtype, _ in signature)
     return ArrayLayout(b"".join(entries), pieces, offset, swapped)
 

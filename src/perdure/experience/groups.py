@@ -17,6 +17,7 @@ from perdure.core.errors import LifecycleError
 from perdure.core.ids import GroupId, LogPosition, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
+    ControlRecord,
     Evicted,
     GroupSettled,
     Partial,
@@ -30,6 +31,7 @@ from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
 
 GroupRecord = Submitted | SessionDone | GroupSettled | Partial | ToolResult | Evicted | Refilled
 """Records that concern a single prompt group."""
+GROUP_RECORDS = (Submitted, SessionDone, GroupSettled, Partial, ToolResult, Evicted, Refilled)
 LateRecord = tuple[GroupRecord, ControlPlace, PayloadPlace | None]
 """A record that counted before it was durable, and where it came to lie.
 
@@ -139,8 +141,10 @@ class GroupTable:
         retired = self.retired.get(group)
         return retired.state if retired is not None else self._live(group).state
 
-    def known_of_retired(self, record: GroupRecord) -> bool:
+    def known_of_retired(self, record: ControlRecord) -> bool:
         """Whether a record with this key counted before its group was retired."""
+        if not isinstance(record, GROUP_RECORDS):
+            return False
         retired = self.retired.get(group_of(record))
         if retired is None:
             return False

@@ -14,17 +14,10 @@ from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
 from perdure.experience.entries import Payload
-from perdure.experience.format import (
-    ArrayLayout,
-    array_layout,
-    join_record,
-    parse_record,
-    record_arrays,
-    record_body,
-)
+from perdure.experience.format import parse_record, record_arrays, record_body
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
-from perdure.experience.template import FieldsTemplate, Slot
+from perdure.experience.template import RecordTemplate, Slot
 
 _MAX_MAPS = 64
 _ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
@@ -50,45 +43,24 @@ def trajectory_payload(trajectory: Trajectory) -> Payload:
     numbers: list[int] = [session.group, session.index]
     for segment in segments:
         numbers += (segment.version, segment.start, segment.end)
-    template, layout = _trajectory_shape(
-        len(segments),
-        trajectory.stop_reason,
-        prompt_length=len(arrays[0]),
-        response_length=len(arrays[1]),
-    )
+    lengths = [len(array) for array in arrays]
+    template = _trajectory_template(trajectory.stop_reason, len(segments), *lengths)
     key = f"trajectory/{session.key()}"
-    record = join_record(
-        RecordType.TRAJECTORY,
-        key=key,
-        # The list of arrays takes the place of the packed null at the end.
-        fields=template.fill(numbers)[:-1],
-        layout=layout,
-        raws=[array.tobytes() for array in arrays],
-    )
-    return Payload(key, record)
+    return Payload(key, template.fill(key, numbers, [array.tobytes() for array in arrays]))
 
 
-@functools.lru_cache(maxsize=4096)
-def _trajectory_shape(
-    segments: int, stop_reason: StopReason, *, prompt_length: int, response_length: int
-) -> tuple[FieldsTemplate, ArrayLayout]:
-    template = _trajectory_template(segments, stop_reason)
-    lengths = (prompt_length, response_length, response_length, response_length)
-    shapes = [(length,) for length in lengths]
-    signature = tuple(zip(_ARRAYS, _DTYPES, shapes, strict=True))
-    return template, array_layout(signature, template.size - 1)
-
-
-@functools.lru_cache(maxsize=256)
-def _trajectory_template(segments: int, stop_reason: StopReason) -> FieldsTemplate:
+@functools.lru_cache(maxsize=1024)
+def _trajectory_template(stop_reason: StopReason, segments: int, *lengths: int) -> RecordTemplate:
     number = Slot.UINT64
-    return FieldsTemplate(
+    shapes = [(length,) for length in lengths]
+    return RecordTemplate(
+        RecordType.TRAJECTORY,
         {
             "session": [number, number],
             "segments": [[number, number, number] for _ in range(segments)],
             "stop_reason": stop_reason.value,
-            "arrays": None,
-        }
+        },
+        arrays=tuple(zip(_ARRAYS, _DTYPES, shapes, strict=True)),
     )
 
 

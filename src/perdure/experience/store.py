@@ -142,8 +142,12 @@ class ExperienceStore:
         """Log one session's tokens and its settled reward: :meth:`sessions_done` with one."""
         return self.sessions_done([FinishedSession(trajectory, reward, parts or {})])
 
-    def sessions_done(self, sessions: Sequence[FinishedSession]) -> Future[LogPosition]:
+    def sessions_done(
+        self, sessions: Sequence[FinishedSession], *, settled: GroupSettled | None = None
+    ) -> Future[LogPosition]:
         """Log the tokens and settled rewards of sessions, of any groups, in one batch.
+
+        ``settled`` makes a group terminal along with them.
 
         Raises:
             TrainingError: A reward is not finite; nothing was logged.
@@ -151,7 +155,7 @@ class ExperienceStore:
             LifecycleError: A session is unknown or its group is terminal; those before it count.
         """
         entries = [(_session_entry(session), session.trajectory) for session in sessions]
-        return self._appender.append_sessions(entries)
+        return self._appender.append_sessions(entries, settled=settled)
 
     def settle(
         self, group: GroupId, outcome: GroupOutcome, reason: str = ""
@@ -321,14 +325,15 @@ def _session_entry(session: FinishedSession) -> Entry:
             way_out="repair the reward function, or let the group fail",
         )
     trajectory.check()
+    versions = [segment.version for segment in trajectory.segments]
     record = SessionDone(
         session=trajectory.session,
         payload=_NOT_PLACED,
         reward=float(reward),
         stop_reason=trajectory.stop_reason,
         tokens=int(np.count_nonzero(trajectory.loss_mask_T)),
-        first_version=trajectory.first_version,
-        last_version=trajectory.last_version,
+        first_version=min(versions),
+        last_version=max(versions),
         parts={name: float(value) for name, value in session.parts.items()},
     )
     return Entry(record, trajectory_payload(trajectory))

@@ -11,7 +11,7 @@ from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import PolicyVersion, SessionId
 from perdure.core.record_types import GroupOutcome, StopReason
-from perdure.core.records import Submitted
+from perdure.core.records import GroupSettled, Submitted
 from perdure.core.rollout_api import (
     GenerationChunk,
     GenerationRequest,
@@ -23,8 +23,8 @@ from perdure.experience import ExperienceStore, FinishedSession, OpenGroup
 from perdure.tasks.api import Prompt, Task
 
 _LOGGED_TOGETHER = 8
-"""A finished session waits for so many, or for its group or another to be complete, before it is
-logged: an append for each costs twice the CPU."""
+"""At most so many finished sessions wait for a group to be complete, to be logged with it: a call
+of the store for each would cost half as much CPU again."""
 
 
 class SessionRunner:
@@ -71,9 +71,7 @@ class SessionRunner:
         errors = [e for e in await asyncio.gather(*sessions) if e is not None]
         outcome = GroupOutcome.FAILED if errors else GroupOutcome.FINISHED
         reason = "; ".join(errors)[:500]
-        self._log_finished()
-        # Nobody waits for appends alone: a failure is final and surfaces at the store's flush.
-        self._store.settle(group.submitted.group, outcome, reason)
+        self._log_finished(GroupSettled(group.submitted.group, outcome, reason))
 
     async def _run_session(self, submitted: Submitted, session: SessionId) -> str | None:
         """Run one session; returns the reason when it failed."""
@@ -86,15 +84,16 @@ class SessionRunner:
         if not np.isfinite(verdict.reward):
             return f"{session.key()}: verifier returned reward {verdict.reward}"
         self._finished.append(FinishedSession(trajectory, verdict.reward, verdict.parts))
-        if len(self._finished) >= _LOGGED_TOGETHER:
+        if len(self._finished) > _LOGGED_TOGETHER:
             self._log_finished()
         self._faults.reach(FaultPoint.SESSION_FINISHED)
         return None
 
-    def _log_finished(self) -> None:
+    def _log_finished(self, settled: GroupSettled | None = None) -> None:
+        """Nobody waits for this append alone: a failure is final and surfaces at a later call."""
         finished, self._finished = self._finished, []
-        if finished:
-            self._store.sessions_done(finished)
+        if finished or settled is not None:
+            self._store.sessions_done(finished, settled=settled)
 
     async def _generate(self, submitted: Submitted, session: SessionId) -> Trajectory:
         request = GenerationRequest(

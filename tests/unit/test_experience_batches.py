@@ -1,0 +1,168 @@
+"""Sessions that are logged together: by the store, and by the runner that finishes them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+
+import experience_records as make
+import numpy as np
+import pytest
+
+from perdure.core.clock import ManualClock
+from perdure.core.errors import LifecycleError, TrainingError
+from perdure.core.faults import NoFaults
+from perdure.core.ids import GroupId, LogPosition, PolicyVersion
+from perdure.core.record_types import GroupOutcome, StopReason
+from perdure.core.records import GroupSettled
+from perdure.core.rollout_api import GenerationChunk, GenerationRequest, SamplingParams
+from perdure.experience import (
+    ExperienceStore,
+    FinishedSession,
+    GroupState,
+    LogOptions,
+    RunInfo,
+    claim_experience,
+    create_run,
+    read_experience,
+)
+from perdure.runtime.sessions import SessionRunner
+from perdure.storage.memory import MemoryStorage
+from perdure.tasks.api import Prompt, RewardResult
+
+SETTLED = GroupSettled(GroupId(0), GroupOutcome.FINISHED)
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    value = MemoryStorage()
+    create_run(value, RunInfo("5" * 32, 0.0))
+    return value
+
+
+@pytest.fixture
+def store(storage: MemoryStorage) -> Iterator[ExperienceStore]:
+    claimed = claim_experience(
+        storage,
+        clock=ManualClock(),
+        faults=NoFaults(),
+        options=LogOptions(threaded=False, tries=1),
+    )
+    store = claimed.start()
+    store.submit([make.submitted(group) for group in range(3)])
+    yield store
+    store.check()
+
+
+def session(group: int, index: int, reward: float = 0.5) -> FinishedSession:
+    return FinishedSession(make.trajectory(group, index), reward, {"right": reward})
+
+
+def test_sessions_and_what_settles_their_group_are_one_append(
+    storage: MemoryStorage, store: ExperienceStore
+) -> None:
+    future = store.sessions_done(
+        [session(0, 0), session(1, 1, 0.25), session(0, 1)], settled=SETTLED
+    )
+    store.flush(1)
+    assert future.result(0) == store.position
+    assert store.rewarded_group(GroupId(0)).rewards == (0.5, 0.5)
+    state, _ = read_experience(storage)
+    assert state.table.state_of(GroupId(0)) is GroupState.FINISHED
+    assert make.comparable(state) == make.comparable(store.state)
+    assert state.groups[GroupId(1)].done[1].parts == {"right": 0.25}
+
+
+def test_those_that_counted_before_are_left_out(store: ExperienceStore) -> None:
+    first = store.session_done(make.trajectory(0, 0), reward=1.0)
+    both = store.sessions_done([session(0, 0), session(0, 1)])
+    again = store.sessions_done([session(0, 0)])
+    assert both is first is again, "one commit, one future"
+    store.flush(1)
+    assert store.state.groups[GroupId(0)].done[0].reward == 1.0
+    end = store.position
+    late = store.sessions_done([session(0, 1)]).result(0)
+    assert isinstance(late, LogPosition)
+    assert late <= end == store.position
+
+
+@pytest.mark.parametrize("error", [TrainingError, TypeError])
+def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
+    store: ExperienceStore, error: type[Exception]
+) -> None:
+    given = make.trajectory(0, 1)
+    wide = dataclasses.replace(given, response_ids_T=given.response_ids_T.astype(np.int64))
+    wrong = session(0, 1, float("nan")) if error is TrainingError else session(0, 1)
+    if error is TypeError:
+        wrong = wrong._replace(trajectory=wide)
+    before = make.comparable(store.state)
+    with pytest.raises(error):
+        store.sessions_done([session(0, 0), wrong])
+    assert make.comparable(store.state) == before
+    store.sessions_done([session(0, 0), session(0, 1)], settled=SETTLED)
+    store.flush(1)
+
+
+def test_those_before_an_illegal_one_count(storage: MemoryStorage, store: ExperienceStore) -> None:
+    with pytest.raises(LifecycleError, match="group 9"):
+        store.sessions_done([session(0, 0), session(9, 0), session(0, 1)])
+    store.flush(1)
+    state, _ = read_experience(storage)
+    assert list(state.groups[GroupId(0)].done) == [0]
+    assert make.comparable(state) == make.comparable(store.state)
+
+
+class _Engine:
+    """Answers at once; the requests in ``held`` never."""
+
+    def __init__(self, held: frozenset[str] = frozenset()) -> None:
+        self.held = held
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
+        if request.request_id in self.held:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        yield GenerationChunk(
+            token_ids=np.arange(3, dtype=np.int32),
+            logprobs=np.zeros(3, np.float32),
+            version=PolicyVersion(0),
+            stop_reason=StopReason.STOP,
+        )
+
+
+class _Task:
+    def verify(self, prompt: Prompt, response_ids: list[int]) -> RewardResult:
+        return RewardResult(reward=1.0)
+
+
+def _runner(store: ExperienceStore, engine: _Engine) -> SessionRunner:
+    return SessionRunner(
+        engine,  # type: ignore[arg-type]
+        store=store,
+        task=_Task(),  # type: ignore[arg-type]
+        sampling=SamplingParams(max_new_tokens=3),
+        seed=1,
+        faults=NoFaults(),
+    )
+
+
+def test_the_runner_logs_every_session_and_settles_every_group(store: ExperienceStore) -> None:
+    asyncio.run(_runner(store, _Engine()).run_groups(store.open_groups()))
+    assert list(store.state.table.finished) == [0, 1, 2]
+
+
+def test_cancelling_the_runner_leaves_what_is_finished_in_the_log(store: ExperienceStore) -> None:
+    runner = _runner(store, _Engine(frozenset({"g0.s1", "g1.s0", "g2.s1"})))
+
+    async def run_and_cancel() -> None:
+        running = asyncio.create_task(runner.run_groups(store.open_groups()))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(store.open_groups()) == 3
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run_and_cancel())
+    missing = [session.key() for group in store.open_groups() for session in group.missing]
+    assert missing == ["g0.s1", "g1.s0", "g2.s1"]
