@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from perdure.core import sealed_json
 from perdure.core.components import ComponentState
 from perdure.core.errors import ConfigError, DamagedError, FutureFormatError
 from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.names import hint
 from perdure.core.storage_api import Storage
 
 RESTORING = "restoring.json"
@@ -148,7 +148,7 @@ def _select(
                 f"{name!r} is not a component of {directory} that is registered",
                 where="selection",
                 rule="one of " + ", ".join(known),
-                way_out=_nearest(name, known),
+                way_out=hint(name, known),
             )
     if only is not None:
         return [entry for entry in entries if entry.name in only]
@@ -199,11 +199,6 @@ def _mark(storage: Storage, path: str, choice: Choice) -> None:
 def _header(data: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
     length = int.from_bytes(data[:8].tobytes(), "little")
     return data[: 8 + length].tobytes()
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else "choose one of these"
 
 
 def _unpack(data: bytes, where: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Frozen configuration sections, recipes in YAML, ``key=value`` overrides, four-part errors."""
 
 from perdure.config.load import config_from_text, load_config
-from perdure.config.names import nearest
 from perdure.config.section import OPERATIONAL, Problem, Section, config_digest, render_yaml
+from perdure.core.names import nearest
 
 __all__ = [
     "OPERATIONAL",

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from perdure.config.names import hint, nearest
 from perdure.config.section import Problem, Section
+from perdure.core.names import hint, nearest
 
 _ABSENT = "(absent)"
 

@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from perdure.config import yaml_text
 from perdure.config.explain import problem_of
-from perdure.config.names import nearest
 from perdure.config.overrides import apply_overrides, override_key
 from perdure.config.section import Problem, Section
 from perdure.core.errors import ConfigError, NothingToResumeError
+from perdure.core.names import nearest
 
 M = TypeVar("M", bound=Section)
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from perdure.core.names import hint
 from perdure.tasks.api import Task
 from perdure.tasks.digits import (
     AddOptions,
@@ -17,7 +18,6 @@ from perdure.tasks.digits import (
     sort_digits,
 )
 from perdure.tasks.jsonl import JsonlOptions, jsonl_task
-from perdure.tasks.names import nearest_hint
 from perdure.tasks.reasoning_gym import ReasoningGymOptions, reasoning_gym_task
 
 SECTIONS: Mapping[str, str] = MappingProxyType(
@@ -51,7 +51,7 @@ class TaskConfig(BaseModel):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in SECTIONS:
-            raise ValueError(f"unknown task {name!r}; {nearest_hint(name, SECTIONS)}")
+            raise ValueError(f"unknown task {name!r}; {hint(name, SECTIONS)}")
         return name
 
     @model_validator(mode="after")

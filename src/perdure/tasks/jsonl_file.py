@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from perdure.core.errors import ConfigError
+from perdure.core.names import hint
 
 _REQUIRED = ("prompt", "answer")
 _KEYS = (*_REQUIRED, "demonstration")
@@ -147,9 +147,7 @@ def _parse(line: bytes, number: int, allowed: frozenset[str] | None) -> Example:
 def _check_fields(fields: dict[str, Any]) -> None:
     for key in fields:
         if key not in _KEYS:
-            near = difflib.get_close_matches(key, _KEYS, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise _BadLine(f"unknown key {key!r}{hint}")
+            raise _BadLine(f"unknown key {key!r}, {hint(key, _KEYS)}")
     for key in _REQUIRED:
         if key not in fields:
             raise _BadLine(f"{key!r} is missing")

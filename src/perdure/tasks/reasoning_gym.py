@@ -14,9 +14,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from perdure.core.errors import ConfigError
+from perdure.core.names import hint
 from perdure.tasks.api import RewardResult
 from perdure.tasks.generated import Draw, GeneratedTask, Problem
-from perdure.tasks.names import nearest_hint
 from perdure.tasks.tokenizer import CharTokenizer, finished_text
 
 _NAME = "reasoning_gym"
@@ -148,7 +148,7 @@ def _create(options: ReasoningGymOptions) -> Any:
             f"unknown data set {name!r}",
             where=where,
             rule="it must be one of reasoning-gym's",
-            way_out=nearest_hint(name, factory.DATASETS),
+            way_out=hint(name, factory.DATASETS),
         )
     if name in RUNS_ANSWERS and not options.allow_running_answers:
         raise ConfigError(
@@ -184,7 +184,7 @@ def _check_options(options: ReasoningGymOptions, config_class: Any) -> None:
             f"unknown option(s) {', '.join(unknown)} of data set {options.dataset!r}",
             where=f"{_WHERE}.config",
             rule="seed and size are perdure's, the others the data set's",
-            way_out=nearest_hint(unknown[0], known),
+            way_out=hint(unknown[0], known),
         )
 
 
