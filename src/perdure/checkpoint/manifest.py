@@ -31,7 +31,7 @@ class StagedInfo:
     """What the run knows about the moment of staging.
 
     Attributes:
-        position: End of the control log when the state was staged; redo starts there.
+        position: End of the log record that the staged state stands behind; redo starts there.
         clocks: ``global_step``, ``local_update``, ``optimizer_step``, ``policy_version``.
         lineage: ``run_id``, ``incarnation``, ``parent``.
         algorithm: Name of the algorithm.

@@ -257,7 +257,7 @@ class Checkpointed:
     manifest_digest: str
     """xxh3-128 hex of the manifest file's bytes."""
     position: LogPosition
-    """Position of the control log when the state was staged: redo starts here."""
+    """End of the record that the staged state stands behind: redo starts here."""
 
     def key(self) -> str:
         return f"checkpointed/{self.directory}"

@@ -147,7 +147,7 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+            self._torn = _is_torn(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise _refused(self._path, error) from error
@@ -169,6 +169,15 @@ class LineFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the file ends within a line."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 @contextmanager

@@ -141,8 +141,9 @@ def _open(
     ledger.start(store)
     stack.callback(checkpoints.close)
     checkpoints.sweep(store.state.collected)
-    metrics = MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
-    stack.callback(metrics.close)
+    metrics = stack.enter_context(
+        MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
+    )
     metrics.rebuild(
         steps=store.state.step_done.values(), evaluations=store.state.evaluated.values()
     )
