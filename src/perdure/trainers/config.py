@@ -24,8 +24,9 @@ class ModelShape(Section):
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 24
     intermediate_size: Annotated[int, Field(ge=8)] = 256
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    tie_embeddings: bool = True
-    qk_norm: bool = False
+    tie_embeddings: bool = False
+    """One matrix for input and output. Small models learn badly with it under GRPO."""
+    qk_norm: bool = True
 
     def model_config_for(self, *, vocab_size: int, max_positions: int) -> ModelConfig:
         """The full model configuration."""
@@ -140,11 +141,12 @@ class RunConfig(Section):
                 "set learner.mini_batches=1 or change trainer.train_batch_size",
                 reads=("trainer", "rollout.sessions_per_group"),
             )
-        if self.learner.algorithm == "grpo" and self.rollout.sessions_per_group < 2:
+        algorithm = self.learner.algorithm
+        if algorithm in ("grpo", "rloo") and self.rollout.sessions_per_group < 2:
             yield Problem(
                 "rollout.sessions_per_group",
                 str(self.rollout.sessions_per_group),
-                "GRPO compares the sessions of a group, so it needs at least 2",
+                f"{algorithm} compares the sessions of a group, so it needs at least 2",
                 "set rollout.sessions_per_group=8 or learner.algorithm=ppo",
                 reads=("learner.algorithm",),
             )
