@@ -37,7 +37,7 @@ class StagedInfo:
         algorithm: Name of the algorithm.
         config_digest: Fingerprint of the resolved configuration.
         dataset_digest: Fingerprint of the data.
-        experience: msgpack-able: data frontier, sealed segments the checkpoint needs.
+        experience: msgpack-able: the data frontier.
         metric: Value by which checkpoints are compared, if there is one.
         environment: What else the arithmetic depends on (threads, processor, mode).
     """

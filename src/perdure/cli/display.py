@@ -27,7 +27,6 @@ _SHOWN = frozenset(
         "run_finished",
         "claimed",
         "log_tail_cut",
-        "log_damaged",
         "checkpoint_committed",
         "checkpoint_skipped",
         "checkpoint_damaged",
@@ -44,9 +43,7 @@ _SHOWN = frozenset(
 )
 """Events that people are told; all of them are in the run's ``events.jsonl``."""
 
-_ALARMING = frozenset(
-    {"log_damaged", "checkpoint_damaged", "checkpoint_failed", "checkpoint_skipped", "warning"}
-)
+_ALARMING = frozenset({"checkpoint_damaged", "checkpoint_failed", "checkpoint_skipped", "warning"})
 
 
 class Display(Protocol):

@@ -44,7 +44,7 @@ async def redo(ctx: TrainContext) -> None:
             await _confirm(ctx, update.global_step, logged)
     ctx.faults.reach(FaultPoint.REDO_DONE)
     seconds = ctx.clock.monotonic_s() - started_s
-    ctx.events("redo_finished", {"steps": len(updates), "seconds": seconds})
+    ctx.events("redo_finished", {"local_updates": len(updates), "seconds": seconds})
 
 
 async def _confirm(ctx: TrainContext, step: GlobalStep, logged: StepDone) -> None:
