@@ -68,12 +68,21 @@ def half_done(cut_off: Path, tmp_path: Path) -> Path:
         ("threads=100000", "less than or equal to 1024"),
         ("learner.clip_high=1e308", "less than or equal to"),
         ("learner.value.clip=1e308", "less than or equal to"),
+        ("rollout.sessions_per_group=1", "grpo compares the sessions of a group"),
     ],
 )
-def test_a_number_beyond_all_bounds(tmp_path: Path, override: str, words: str) -> None:
+def test_a_number_out_of_bounds(tmp_path: Path, override: str, words: str) -> None:
     code, message = perdure("train", RECIPE, override, "--run", tmp_path / "run")
     assert code == 2, message
     assert words in message
+
+
+def test_rloo_has_no_rest_of_a_group_of_one(tmp_path: Path) -> None:
+    """Every advantage would be 0, and nothing would ever be learned."""
+    one = ("learner.algorithm=rloo", "rollout.sessions_per_group=1")
+    code, message = perdure("train", RECIPE, *one, "--run", tmp_path / "run")
+    assert code == 2, message
+    assert "rloo compares the sessions of a group" in message
 
 
 @pytest.mark.parametrize("key", ["a", "seed"])
