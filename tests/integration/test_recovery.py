@@ -15,12 +15,13 @@ from drill_tools import RECIPE, assert_same_training
 
 from perdure.audit import audit_run
 from perdure.config import load_config
-from perdure.core.errors import DamagedError, RedoDivergedError, StoppedError
+from perdure.core.errors import DamagedError, RedoDivergedError, StoppedError, TrainingError
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.core.ids import GlobalStep, LocalUpdate, UpdateId
 from perdure.experience import ExperienceState, GroupState, read_experience
 from perdure.learner import LocalLearner
 from perdure.storage import PosixStorage
+from perdure.tasks.api import RewardResult
 from perdure.tasks.config import make_task
 from perdure.tasks.generated import GeneratedTask
 from perdure.trainers import launch
@@ -235,6 +236,36 @@ def test_a_verifier_that_raises_fails_its_group_and_never_scores_zero(
     assert state.counts[GroupState.TRAINED] == 24
     assert len(state.table.refills) == 1
     assert_audited(tmp_path / "run")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), None])
+def test_a_verifier_that_fails_on_held_out_prompts_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: float | None
+) -> None:
+    def verify(self: GeneratedTask, prompt: Any, response_ids: Any) -> RewardResult:
+        if reward is None:
+            raise KeyError("broken")
+        return RewardResult(reward, {"correct": 0.0})
+
+    monkeypatch.setattr(GeneratedTask, "verify", verify)
+    config = load_config(RunConfig, RECIPE, ["learner.supervised.steps=0"])
+    with pytest.raises(TrainingError, match="held-out prompt 0"):
+        launch.train(config, tmp_path / "run")
+    assert not state_of(tmp_path / "run").evaluated
+
+
+def test_every_part_of_a_verdict_is_in_the_rows_of_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify(self: GeneratedTask, prompt: Any, response_ids: Any) -> RewardResult:
+        parts = {"correct": 0.0, "verifier_failed": float(prompt.data_index % 4 == 0)}
+        return RewardResult(0.0, parts)
+
+    monkeypatch.setattr(GeneratedTask, "verify", verify)
+    overrides = ["learner.supervised.steps=0", "trainer.total_steps=1", "validation.prompts=8"]
+    launch.train(load_config(RunConfig, RECIPE, overrides), tmp_path / "run")
+    for record in state_of(tmp_path / "run").evaluated.values():
+        assert record.metrics["verifier_failed"] == 0.25
 
 
 def test_sigterm_closes_the_log_and_resume_goes_on(tmp_path: Path) -> None:

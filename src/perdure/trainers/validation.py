@@ -35,7 +35,12 @@ async def validate_if_due(ctx: TrainContext, step: GlobalStep) -> None:
 
 
 async def _validate(ctx: TrainContext) -> dict[str, float]:
-    """Greedy answers to every held-out prompt, judged by the task's verifier."""
+    """Greedy answers to every held-out prompt, judged by the task's verifier.
+
+    Returns:
+        Means over the prompts: ``accuracy`` (of the part ``correct``), every other part of the
+        verdicts by its name, ``reward`` and ``response_length`` (tokens); ``prompts`` counts them.
+    """
     rollout = ctx.config.rollout
     sampling = SamplingParams(
         temperature=0.0,
@@ -48,7 +53,9 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
         for prompt, trajectory in zip(ctx.held_out, trajectories, strict=True)
     ]
     lengths = [len(trajectory.response_ids_T) for trajectory in trajectories]
+    parts = {name for verdict in verdicts for name in verdict.parts if name != "correct"}
     return {
+        **{n: float(np.mean([v.parts.get(n, 0.0) for v in verdicts])) for n in sorted(parts)},
         "accuracy": float(np.mean([verdict.parts["correct"] for verdict in verdicts])),
         "reward": float(np.mean([verdict.reward for verdict in verdicts])),
         "response_length": float(np.mean(lengths)),
@@ -58,11 +65,18 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
 
 def _judge(task: Task, prompt: Prompt, trajectory: Trajectory) -> RewardResult:
     try:
-        return task.verify(prompt, trajectory.response_ids_T.tolist())
+        verdict = task.verify(prompt, trajectory.response_ids_T.tolist())
     except Exception as error:
-        raise TrainingError(
-            f"the verifier raised {type(error).__name__}: {error}",
-            where=f"held-out prompt {prompt.data_index} of task {task.name}",
-            rule="a verifier judges every answer",
-            way_out="mend the verifier, then resume the run",
-        ) from error
+        raise _refusal(task, prompt, f"raised {type(error).__name__}: {error}") from error
+    if not np.isfinite(verdict.reward):
+        raise _refusal(task, prompt, f"returned reward {verdict.reward}")
+    return verdict
+
+
+def _refusal(task: Task, prompt: Prompt, what: str) -> TrainingError:
+    return TrainingError(
+        f"the verifier {what}",
+        where=f"held-out prompt {prompt.data_index} of task {task.name}",
+        rule="a verifier judges every answer with a finite reward",
+        way_out="mend the verifier, then resume the run",
+    )
