@@ -13,6 +13,25 @@ Records = list[w.Rec]
 Edit = Callable[[Records], None]
 
 
+def damages(report: AuditReport) -> list[str]:
+    return [finding.line() for finding in report.findings if finding.severity == "damage"]
+
+
+def assert_damage(run: Path, *texts: str) -> None:
+    report = audit_run(run)
+    assert not report.ok
+    lines = damages(report)
+    for text in texts:
+        assert any(text in line for line in lines), lines
+
+
+def assert_clean(run: Path) -> AuditReport:
+    report = audit_run(run)
+    assert report.ok, report.summary_lines()
+    assert not report.findings
+    return report
+
+
 def violations(report: AuditReport) -> list[str]:
     return [finding.line() for finding in report.findings if finding.severity == "violation"]
 

@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import audit_writer as w
 import pytest
+from audit_cases import assert_clean, assert_damage
 
-from perdure.audit import AuditReport, audit_run, checks, reader
+from perdure.audit import audit_run, checks, reader
 from perdure.audit.history import Event
 from perdure.audit.report import Findings
 from perdure.core.errors import FutureFormatError, NothingToResumeError, RunBusyError
-
-
-def damages(report: AuditReport) -> list[str]:
-    return [finding.line() for finding in report.findings if finding.severity == "damage"]
-
-
-def assert_damage(run: Path, *texts: str) -> None:
-    report = audit_run(run)
-    assert not report.ok
-    lines = damages(report)
-    for text in texts:
-        assert any(text in line for line in lines), lines
-
-
-def assert_clean(run: Path) -> AuditReport:
-    report = audit_run(run)
-    assert report.ok, report.summary_lines()
-    assert not report.findings
-    return report
-
-
-def edit_json(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    """Change a sealed JSON file and seal it again."""
-    value = json.loads(path.read_text())
-    del value["digest"]
-    change(value)
-    path.write_bytes(w.sealed(value))
 
 
 def test_healthy_run_is_clean_and_counted(tmp_path: Path) -> None:
@@ -71,92 +43,6 @@ def test_audit_changes_no_file(tmp_path: Path) -> None:
 def test_no_run(tmp_path: Path) -> None:
     with pytest.raises(NothingToResumeError):
         audit_run(tmp_path)
-
-
-def test_missing_run_file_is_damage(tmp_path: Path) -> None:
-    run = w.healthy(tmp_path).save()
-    (run / "run.json").unlink()
-    assert_damage(run, "run.json: the file is missing")
-
-
-@pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "digest": "0"}'])
-def test_wrong_sealed_json_is_damage(tmp_path: Path, name: str, text: str) -> None:
-    run = w.healthy(tmp_path).save()
-    (run / name).write_text(text)
-    assert_damage(run, name)
-
-
-@pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
-def test_another_kind_of_file_in_its_place_is_damage(tmp_path: Path, name: str) -> None:
-    run = w.healthy(tmp_path).save()
-    other = "incarnations/1.json" if name == "seals/1.json" else "seals/1.json"
-    (run / name).write_bytes((run / other).read_bytes())
-    assert_damage(run, f"{name}: it has no")
-
-
-def test_white_space_in_sealed_json_is_harmless(tmp_path: Path) -> None:
-    run = w.healthy(tmp_path).save()
-    path = run / "seals/1.json"
-    path.write_text(json.dumps(json.loads(path.read_text()), indent=4))
-    assert_clean(run)
-
-
-@pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
-def test_newer_sealed_json_stops_the_reader(tmp_path: Path, name: str) -> None:
-    run = w.healthy(tmp_path).save()
-    edit_json(run / name, lambda value: value.update(format=2))
-    with pytest.raises(FutureFormatError):
-        audit_run(run)
-
-
-def test_unknown_old_format_is_damage(tmp_path: Path) -> None:
-    run = w.healthy(tmp_path).save()
-    edit_json(run / "run.json", lambda value: value.update(format=0))
-    assert_damage(run, "run.json: format 0")
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("incarnations/1.json", {"run_id": "f" * 32}),
-        ("incarnations/2.json", {"incarnation": 3}),
-        ("seals/1.json", {"run_id": "f" * 32}),
-    ],
-)
-def test_file_of_another_run_or_incarnation(
-    tmp_path: Path, name: str, change: dict[str, object]
-) -> None:
-    run = w.healthy(tmp_path).save()
-    edit_json(run / name, lambda value: value.update(change))
-    assert_damage(run, f"{name}: it belongs to another")
-
-
-@pytest.mark.parametrize("name", ["incarnations/1.json", "incarnations/2.json", "seals/1.json"])
-def test_missing_claim_or_seal_is_damage(tmp_path: Path, name: str) -> None:
-    run = w.healthy(tmp_path).save()
-    (run / name).unlink()
-    assert_damage(run, f"{name}: the")
-
-
-def test_claim_without_records_needs_no_seal_below_it(tmp_path: Path) -> None:
-    run = w.healthy(tmp_path)
-    run.files["incarnations/3.json"] = w.sealed(w.claimed(3))
-    assert assert_clean(run.save()).counts["incarnations.claimed"] == 3
-
-
-@pytest.mark.parametrize("sealed_by", [0, 7])
-def test_seal_by_nobody(tmp_path: Path, sealed_by: int) -> None:
-    run = w.healthy(tmp_path).save()
-    edit_json(run / "seals/1.json", lambda value: value.update(sealed_by=sealed_by))
-    assert_damage(run, f"seals/1.json: sealed by {sealed_by}")
-
-
-def test_seal_that_lists_a_foreign_file(tmp_path: Path) -> None:
-    run = w.healthy(tmp_path)
-    segments = run.seals[1]["segments"]
-    segments["control-000002-000000.plog"] = segments["control-000001-000000.plog"]
-    assert_damage(run.save(), "it lists control-000002-000000.plog")
 
 
 @pytest.mark.parametrize("stream", ["control", "payload"])
@@ -285,11 +171,23 @@ def test_earlier_segment_must_keep_what_the_chain_says(tmp_path: Path, newest: b
     path = run.save() / "log/control-000001-000000.plog"
     whole = path.read_bytes()
     path.write_bytes(whole[:-64])
-    assert_damage(tmp_path, path.name)
+    assert_damage(tmp_path, f"{path.name}: shorter than the {len(whole)} bytes")
     path.write_bytes(whole[:-1] + b"\1")
     assert_damage(tmp_path, path.name)
     path.unlink()
     assert_damage(tmp_path, f"{path.name}: the segment is missing")
+
+
+def test_earlier_segment_of_another_history_is_damage(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run = w.Run(tmp_path / name)
+        one = run.incarnation(1)
+        one.write(w.phase_step(1, digest=name))
+        one.control.open()
+        run.save()
+    name = "log/control-000001-000000.plog"
+    (tmp_path / "a" / name).write_bytes((tmp_path / "b" / name).read_bytes())
+    assert_damage(tmp_path / "a", "are not those that a later segment continues from")
 
 
 def test_abandoned_end_of_an_earlier_segment_does_not_count(tmp_path: Path) -> None:
@@ -438,6 +336,12 @@ def test_stream_shorter_than_the_other_says(tmp_path: Path, stream: str) -> None
     assert_damage(run.save(), f"log/{stream}-000002:", "durable ones")
 
 
+def test_record_of_a_torn_batch_is_believed_about_the_other_stream(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    run.incarnations[2].write(w.evaluated(2), flags=0, other=99)
+    assert_damage(run.save(), "log/payload-000002:", "of 99 durable ones")
+
+
 def test_lost_control_stream_of_the_newest_incarnation(tmp_path: Path) -> None:
     run = w.healthy(tmp_path).save()
     (run / "log/control-000002-000000.plog").unlink()
@@ -463,6 +367,31 @@ def test_record_of_no_version_does_not_count(tmp_path: Path) -> None:
     run = w.Run(tmp_path)
     run.incarnation(1).write(w.phase_step(1), version=0)
     assert assert_clean(run.save()).counts["log.tail_bytes_cut"] > 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(0, b"GOLP"), (12, b"\xff\xff\0\0"), (8, b"\0\0\0\0")],
+    ids=["magic", "fields longer than the record", "no length"],
+)
+def test_header_that_cannot_be_does_not_count(tmp_path: Path, offset: int, value: bytes) -> None:
+    run = w.Run(tmp_path)
+    one = run.incarnation(1)
+    start = len(one.control.segments[0])
+    one.write(w.phase_step(1))
+    record = one.control.segments[0][start:]
+    record[offset : offset + len(value)] = value
+    record[56:64] = bytes(8)
+    record[56:64] = w.xxhash.xxh3_64_intdigest(bytes(record)).to_bytes(8, "little")
+    one.control.segments[0][start:] = record
+    assert assert_clean(run.save()).counts["log.tail_bytes_cut"] == len(record)
+
+
+def test_files_of_other_names_are_ignored(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path)
+    for name in ("incarnations/.tmp-3.json", "seals/x.json", "log/control-1-0.plog", "log/x"):
+        run.files[name] = b"?"
+    assert_clean(run.save())
 
 
 def test_record_larger_than_the_hashing_threshold(tmp_path: Path) -> None:

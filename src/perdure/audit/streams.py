@@ -190,16 +190,14 @@ class StreamReader:
 
     def _opened(self, segment: Segment) -> dict[str, Any] | None:
         """Fields of the segment's first record, which must fit its file name."""
-        first = segment.records[0] if segment.records else None
-        if first is not None and first.type == SEGMENT_OPENED:
-            fields = segment.fields(first) or {}
-            names = ("run_id", "incarnation", "stream", "segment")
-            expected = (self._run_id, self._incarnation, self._stream, segment.number)
-            numbers = ("previous_segment", "previous_length", "previous_checksum")
-            if tuple(fields.get(name) for name in names) == expected and all(
-                type(fields.get(name)) is int for name in numbers
-            ):
-                return fields
+        fields = (segment.fields(segment.records[0]) or {}) if segment.records else {}
+        names = ("run_id", "incarnation", "stream", "segment")
+        expected = (self._run_id, self._incarnation, self._stream, segment.number)
+        numbers = ("previous_segment", "previous_length", "previous_checksum")
+        if tuple(fields.get(name) for name in names) == expected and all(
+            type(fields.get(name)) is int for name in numbers
+        ):
+            return fields
         self._findings.damage(
             segment.where, "its first record does not say that it is this segment", OPENED_RULE
         )
