@@ -158,6 +158,20 @@ def test_a_rewind_lets_no_group_mix_weights_that_no_longer_exist(tmp_path: Path)
     assert_audited(run)
 
 
+def test_a_rewind_gives_no_version_to_other_bytes(tmp_path: Path) -> None:
+    """The newest version has generated nothing when it becomes void, and so once more."""
+    run = tmp_path / "run"
+    cut_off(run, "learner.lr=0.01", point=FaultPoint.WEIGHTS_PUBLISHED, hit=6)
+    seen = dict(state_of(run).published)
+    plan = FaultPlan([FaultRule(FaultPoint.WEIGHTS_PUBLISHED, 2, FaultAction.RAISE)])
+    with pytest.raises(InjectedFault):
+        launch.resume(run, redo=False, injected=Injected(faults=plan))
+    launch.resume(run, redo=False)
+    for version, record in state_of(run).published.items():
+        assert version not in seen or seen[version].digest == record.digest
+    assert_audited(run)
+
+
 def test_a_checkpoint_taken_again_stands_where_the_first_one_stood(tmp_path: Path) -> None:
     """Checkpoint 0 is lost and made anew from the warm start while the log goes on far beyond."""
     run = tmp_path / "run"

@@ -157,6 +157,7 @@ def claim(
     if lock is None and not take_over:
         raise _busy(storage)
     try:
+        _check_incarnations(storage, run_id)
         holder = info or Holder.here()
         incarnation = _link(storage, run_id, clock, holder=holder, took_over=lock is None)
         faults.reach(FaultPoint.CLAIM_LINKED)
@@ -213,6 +214,22 @@ def newest_started(storage: Storage, *, run_id: str, below: int) -> IncarnationN
         if sum(span.records for span in found.control) > 1:
             return incarnation
     return IncarnationNumber(0)
+
+
+def _check_incarnations(storage: Storage, run_id: str) -> None:
+    """Every incarnation file is the one that was written under its name."""
+    for number in range(1, highest_incarnation(storage) + 1):
+        path = incarnation_path(number)
+        value = sealed_json.decode(
+            storage.read(path), where=path, newest_format=FORMAT, fields=("run_id", "incarnation")
+        )
+        if (value["run_id"], value["incarnation"]) != (run_id, number):
+            raise DamagedError(
+                f"is of incarnation {value['incarnation']} of run {value['run_id']}",
+                where=path,
+                rule=f"it must be of incarnation {number} of run {run_id}",
+                way_out=_COPY,
+            )
 
 
 def _link(

@@ -47,6 +47,8 @@ from perdure.experience.groups import GROUP_RECORDS, Group, GroupTable, group_of
 from perdure.experience.lifecycle import GroupState
 from perdure.experience.reader import Placed
 
+_NO_VERSION = PolicyVersion(0)
+
 
 class ExperienceState:
     """Everything the kept lineage says. Read the attributes; change them only through ``apply``.
@@ -61,7 +63,9 @@ class ExperienceState:
         position: End of the last record whose place is known; None for an empty log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, used_version: PolicyVersion = _NO_VERSION) -> None:
+        self.used_version = used_version
+        """Highest version that void parts of the log published, at least."""
         self.table = GroupTable()
         self.taken: dict[UpdateId, Taken] = {}
         self.step_done: dict[GlobalStep, StepDone] = {}
@@ -144,7 +148,8 @@ class ExperienceState:
     @property
     def next_version(self) -> PolicyVersion:
         """A version that no engine ever held, in void parts of the log neither."""
-        return PolicyVersion(max(self._newest_published, self.table.newest_version) + 1)
+        known = (self._newest_published, self.table.newest_version, self.used_version)
+        return PolicyVersion(max(known) + 1)
 
     def apply(self, position: LogPosition | None, record: ControlRecord) -> bool:
         """Count a record; ``position`` is None while it is not durable.
@@ -327,13 +332,19 @@ class ExperienceState:
         del self._unretired[:count]
 
 
-def fold(records: Iterable[Placed]) -> ExperienceState:
+def fold(
+    records: Iterable[Placed], *, used_version: PolicyVersion = _NO_VERSION
+) -> ExperienceState:
     """The state after ``records`` of a kept lineage, in order.
+
+    Args:
+        records: What is kept.
+        used_version: Highest version that was published, in void parts too: none up to it is free.
 
     Raises:
         LifecycleError: A record is illegal where it stands; names its place in the log.
     """
-    state = ExperienceState()
+    state = ExperienceState(used_version=used_version)
     for position, record in records:
         try:
             state.apply(position, record)

@@ -9,7 +9,7 @@ from perdure.core.clock import Clock
 from perdure.core.errors import PerdureError
 from perdure.core.events import EventSink, ignore_events
 from perdure.core.faults import FaultHook
-from perdure.core.ids import IncarnationNumber, LogPosition, UpdateId
+from perdure.core.ids import IncarnationNumber, LogPosition, PolicyVersion, UpdateId
 from perdure.core.records import IncarnationStarted
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import (
@@ -103,7 +103,8 @@ class ClaimedRun:
             config_digest=config_digest,
         )
         if base_position is not None:
-            self.state = fold(rewound(self._records, base_position))
+            used = PolicyVersion(self.state.next_version - 1)
+            self.state = fold(rewound(self._records, base_position), used_version=used)
         self._records = ()
         writer = self._open_writer()
         entry = Entry(record)
@@ -151,7 +152,7 @@ def claim_experience(
     claimed = claim(storage, run_id=run_id, clock=clock, faults=faults, take_over=take_over)
     try:
         log = read_lineage(storage, claimed.parent)
-        state = fold(log.records)
+        state = fold(log.records, used_version=log.used_version)
     except BaseException:
         claimed.release()
         raise
@@ -178,7 +179,7 @@ def read_experience(storage: Storage) -> tuple[ExperienceState, LogReport]:
     run_id = read_run(storage).run_id
     head = newest_started(storage, run_id=run_id, below=highest_incarnation(storage) + 1)
     log = read_lineage(storage, head)
-    return fold(log.records), log.report
+    return fold(log.records, used_version=log.used_version), log.report
 
 
 def _announce(claimed: Claim, report: LogReport, events: EventSink) -> None:

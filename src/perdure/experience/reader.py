@@ -6,10 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.core.errors import DamagedError
-from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
+from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef, PolicyVersion
 from perdure.core.record_codec import record_from_fields
 from perdure.core.record_types import RecordType, Stream
-from perdure.core.records import ControlRecord, IncarnationStarted, Partial, SessionDone, is_void
+from perdure.core.records import (
+    ControlRecord,
+    IncarnationStarted,
+    Partial,
+    Published,
+    SessionDone,
+    is_void,
+)
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import read_run
 from perdure.experience.format import ALIGNMENT, decode_header, record_body
@@ -48,12 +55,14 @@ class LineageLog:
 
     Attributes:
         lineage: Its incarnations, oldest first.
+        used_version: Highest version that was published, in void parts too; 0 if none was.
         end: End of the last control record that counts, kept or not; None for an empty log.
     """
 
     head: IncarnationNumber
     lineage: tuple[IncarnationNumber, ...]
     records: tuple[Placed, ...]
+    used_version: PolicyVersion
     end: LogPosition | None
     report: LogReport
 
@@ -92,8 +101,15 @@ def read_lineage(storage: Storage, head: IncarnationNumber) -> LineageLog:
         void=void,
         duplicates=duplicates,
     )
-    lineage = tuple(extent.incarnation for extent in extents)
-    return LineageLog(head, lineage, tuple(kept), placed[-1][0] if placed else None, report)
+    published = [record.version for _, record in placed if isinstance(record, Published)]
+    return LineageLog(
+        head,
+        lineage=tuple(extent.incarnation for extent in extents),
+        records=tuple(kept),
+        used_version=max(published, default=PolicyVersion(0)),
+        end=placed[-1][0] if placed else None,
+        report=report,
+    )
 
 
 def kept_records(
