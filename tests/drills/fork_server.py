@@ -53,6 +53,7 @@ def serve(commands: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fork one child per command, kill those that are to be killed, report how each ended."""
     children: dict[int, dict[str, Any]] = {}
     for command in commands:
+        Path(command["log"]).touch()
         child = os.fork()
         if child == 0:
             run_child(command)

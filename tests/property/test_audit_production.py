@@ -117,7 +117,7 @@ class Life:
         failed = self._rng.random() < 0.1
         for index in missing[1:] if failed else missing:
             trajectory = make.trajectory(group, index, version=version)
-            store.start_session(trajectory.session)
+            store.start_sessions([trajectory.session])
             store.session_done(trajectory, reward=1.0, parts={})
         outcome = GroupOutcome.FAILED if failed else GroupOutcome.FINISHED
         submitted = make.submitted(group)

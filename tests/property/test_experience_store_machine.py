@@ -144,7 +144,7 @@ class StoreMachine(RuleBasedStateMachine):
     def session_done(self, pick: int, index: int, reward: int) -> None:
         groups = self.model.among("pending", "running")
         group = groups[pick % len(groups)]
-        self.store.start_session(SessionId(GroupId(group), index))
+        self.store.start_sessions([SessionId(GroupId(group), index)])
         self.store.session_done(make.trajectory(group, index), reward=reward)
         if index not in self.model.done[group]:
             self.log(make.session_done(group, index, reward=reward))

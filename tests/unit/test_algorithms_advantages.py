@@ -66,7 +66,11 @@ def test_gae_with_lambda_one_is_the_discounted_return_minus_value() -> None:
         rewards, values, torch.ones(4, 7), gamma=0.9, lam=1.0
     )
     expected = torch.stack(
-        [(rewards[:, t:] * 0.9 ** torch.arange(7 - t, dtype=torch.float64)).sum(1) for t in range(7)], dim=1
+        [
+            (rewards[:, t:] * 0.9 ** torch.arange(7 - t, dtype=torch.float64)).sum(1)
+            for t in range(7)
+        ],
+        dim=1,
     )
     torch.testing.assert_close(returns, expected)
     torch.testing.assert_close(advantages, expected - values)

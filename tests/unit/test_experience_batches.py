@@ -63,7 +63,7 @@ def test_sessions_and_what_settles_their_group_are_one_append(
     storage: MemoryStorage, store: ExperienceStore
 ) -> None:
     future = store.sessions_done(
-        [session(0, 0), session(1, 1, 0.25), session(0, 1)], settled=SETTLED
+        [session(0, 0), session(1, 1, 0.25), session(0, 1)], settled=[SETTLED]
     )
     store.flush(1)
     assert future.result(0) == store.position
@@ -100,7 +100,7 @@ def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
     with pytest.raises(error):
         store.sessions_done([session(0, 0), wrong])
     assert make.comparable(store.state) == before
-    store.sessions_done([session(0, 0), session(0, 1)], settled=SETTLED)
+    store.sessions_done([session(0, 0), session(0, 1)], settled=[SETTLED])
     store.flush(1)
 
 

@@ -83,7 +83,7 @@ def finish(store: ExperienceStore, group: int, *, rewards: tuple[float, ...] = (
     """Submit a group and run it to its end."""
     store.submit([make.submitted(group, sessions=len(rewards))])
     for index, reward in enumerate(rewards):
-        store.start_session(SessionId(GroupId(group), index))
+        store.start_sessions([SessionId(GroupId(group), index)])
         store.session_done(make.trajectory(group, index), reward=reward, parts={"right": reward})
     store.settle(GroupId(group), GroupOutcome.FINISHED)
 
@@ -205,7 +205,7 @@ def test_a_restart_finds_what_the_log_says(storage: MemoryStorage, claim: Claime
         finish(first, group)
     first.submit([make.submitted(4), make.submitted(5)])
     first.session_done(make.trajectory(4, 1), reward=1.0)
-    first.start_session(SessionId(GroupId(5), 0))
+    first.start_sessions([SessionId(GroupId(5), 0)])
     take(first, 1, 2)
     first.append(make.step_done(1))
     first.commit(make.checkpointed(1, first.position))
@@ -322,7 +322,7 @@ def test_records_of_the_log_itself_are_not_appended_by_hand(store: ExperienceSto
 def test_a_session_may_not_start_in_a_terminal_group(store: ExperienceStore) -> None:
     finish(store, 0)
     with pytest.raises(LifecycleError, match="illegal while finished"):
-        store.start_session(SessionId(GroupId(0), 0))
+        store.start_sessions([SessionId(GroupId(0), 0)])
 
 
 def test_the_first_failure_is_final(storage: MemoryStorage, claim: Claimer) -> None:
@@ -334,7 +334,7 @@ def test_the_first_failure_is_final(storage: MemoryStorage, claim: Claimer) -> N
     assert future.exception(0) is fenced.value
     for call in (
         lambda: old.submit([make.submitted(1)]),
-        lambda: old.start_session(SessionId(GroupId(0), 0)),
+        lambda: old.start_sessions([SessionId(GroupId(0), 0)]),
         lambda: old.append(make.published(1)),
         lambda: old.session_done(make.trajectory(0, 0), reward=0.0),
         old.urge,

@@ -50,11 +50,10 @@ class Appender:
         return self._append([(Entry(record), None) for record in records])
 
     def append_sessions(
-        self, sessions: Sequence[tuple[Entry, Trajectory]], *, settled: GroupSettled | None
+        self, sessions: Sequence[tuple[Entry, Trajectory]], *, settled: Sequence[GroupSettled]
     ) -> Future[LogPosition]:
-        """Count and log sessions, whose entries have payloads, and what settles a group."""
-        settling = [] if settled is None else [(Entry(settled), None)]
-        return self._append([*sessions, *settling])
+        """Count and log sessions, whose entries have payloads, then what settles groups."""
+        return self._append([*sessions, *((Entry(record), None) for record in settled)])
 
     def urge(self) -> Future[LogPosition]:
         """Commit without lingering; resolves when everything appended so far is acknowledged."""

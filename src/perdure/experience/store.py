@@ -126,15 +126,16 @@ class ExperienceStore:
         """Let prompt groups in, with the next group ids and data indexes in order."""
         return self._appender.append(records)
 
-    def start_session(self, session: SessionId) -> None:
-        """Note that a session runs. Volatile: a restart finds its group pending.
+    def start_sessions(self, sessions: Iterable[SessionId]) -> None:
+        """Note that sessions run. Volatile: a restart finds their groups pending.
 
         Raises:
-            LifecycleError: The session is unknown or its group is terminal.
+            LifecycleError: A session is unknown or its group is terminal.
         """
         with self._lock:
             self._appender.require_healthy()
-            self.state.table.progress(session)
+            for session in sessions:
+                self.state.table.progress(session)
 
     def session_done(
         self, trajectory: Trajectory, *, reward: float, parts: Mapping[str, float] | None = None
@@ -143,11 +144,11 @@ class ExperienceStore:
         return self.sessions_done([FinishedSession(trajectory, reward, parts or {})])
 
     def sessions_done(
-        self, sessions: Sequence[FinishedSession], *, settled: GroupSettled | None = None
+        self, sessions: Sequence[FinishedSession], *, settled: Sequence[GroupSettled] = ()
     ) -> Future[LogPosition]:
         """Log the tokens and settled rewards of sessions, of any groups, in one batch.
 
-        ``settled`` makes a group terminal along with them.
+        ``settled`` makes groups terminal along with them.
 
         Raises:
             TrainingError: A reward is not finite; nothing was logged.

@@ -22,16 +22,18 @@ from perdure.core.trajectories import Segment, Trajectory
 from perdure.experience import ExperienceStore, FinishedSession, OpenGroup
 from perdure.tasks.api import Prompt, Task
 
-_LOGGED_TOGETHER = 8
-"""At most so many finished sessions wait for a group to be complete, to be logged with it: a call
-of the store for each would cost half as much CPU again."""
+_LOGGED_TOGETHER = 128
+"""At most so many finished sessions wait to be logged in one go, which costs far less CPU than
+logging them one by one between the kernels of a model."""
+_LINGER_S = 0.1
+"""How long a finished session waits for others at most."""
 
 
 class SessionRunner:
     """Single-turn agent loop: one prompt, one answer, one verdict.
 
     A session that fails makes its group fail with a reason; it never becomes a zero reward.
-    Finished sessions are logged a few at a time, at the latest when a group is complete.
+    Finished sessions are logged many at a time, at the latest after a tenth of a second.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SessionRunner:
         self._seed = seed
         self._faults = faults
         self._finished: list[FinishedSession] = []
+        self._settled: list[GroupSettled] = []
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         """Run every missing session and settle the groups.
@@ -60,22 +63,35 @@ class SessionRunner:
         finished sessions in the log and the others missing.
         """
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for group in groups:
-                    tasks.create_task(self._run_group(group))
+            async with asyncio.TaskGroup() as owner:
+                pacer = owner.create_task(self._log_now_and_then())
+                async with asyncio.TaskGroup() as tasks:
+                    for group in groups:
+                        tasks.create_task(self._run_group(group))
+                pacer.cancel()
         finally:
             self._log_finished()
 
     async def _run_group(self, group: OpenGroup) -> None:
-        sessions = [self._run_session(group.submitted, session) for session in group.missing]
-        errors = [e for e in await asyncio.gather(*sessions) if e is not None]
+        self._store.start_sessions(group.missing)
+        async with asyncio.TaskGroup() as tasks:
+            sessions = [
+                tasks.create_task(self._run_session(group.submitted, session))
+                for session in group.missing
+            ]
+        errors = [e for session in sessions if (e := session.result()) is not None]
         outcome = GroupOutcome.FAILED if errors else GroupOutcome.FINISHED
         reason = "; ".join(errors)[:500]
-        self._log_finished(GroupSettled(group.submitted.group, outcome, reason))
+        self._settled.append(GroupSettled(group.submitted.group, outcome, reason))
+
+    async def _log_now_and_then(self) -> None:
+        """Bounds how long a finished session waits. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_LINGER_S)
+            self._log_finished()
 
     async def _run_session(self, submitted: Submitted, session: SessionId) -> str | None:
         """Run one session; returns the reason when it failed."""
-        self._store.start_session(session)
         trajectory = await self._generate(submitted, session)
         try:
             verdict = self._task.verify(prompt_of(submitted), trajectory.response_ids_T.tolist())
@@ -84,15 +100,16 @@ class SessionRunner:
         if not np.isfinite(verdict.reward):
             return f"{session.key()}: verifier returned reward {verdict.reward}"
         self._finished.append(FinishedSession(trajectory, verdict.reward, verdict.parts))
-        if len(self._finished) > _LOGGED_TOGETHER:
+        if len(self._finished) >= _LOGGED_TOGETHER:
             self._log_finished()
         self._faults.reach(FaultPoint.SESSION_FINISHED)
         return None
 
-    def _log_finished(self, settled: GroupSettled | None = None) -> None:
+    def _log_finished(self) -> None:
         """Nobody waits for this append alone: a failure is final and surfaces at a later call."""
         finished, self._finished = self._finished, []
-        if finished or settled is not None:
+        settled, self._settled = self._settled, []
+        if finished or settled:
             self._store.sessions_done(finished, settled=settled)
 
     async def _generate(self, submitted: Submitted, session: SessionId) -> Trajectory:

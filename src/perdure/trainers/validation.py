@@ -19,8 +19,10 @@ async def validate_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     """Validate before training, every N steps and at the end, once per (step, policy digest)."""
     every = ctx.config.validation.every_steps
     due = step in (0, ctx.config.trainer.total_steps) or (every > 0 and step % every == 0)
+    if not due or not ctx.held_out:
+        return
     digest = await ctx.runtime.policy_digest()
-    if not due or not ctx.held_out or (step, digest) in ctx.store.state.evaluated:
+    if (step, digest) in ctx.store.state.evaluated:
         return
     started_s = ctx.clock.monotonic_s()
     metrics = await _validate(ctx)
