@@ -1,25 +1,32 @@
 """What log and checkpoints cost: perdure's sync trainer beside a plain loop that loses everything.
 
-    python benchmarks/overhead.py [RECIPE] [key=value ...] [--blocks N] [--steps N]
+    python benchmarks/overhead.py [RECIPE] [key=value ...] [--steps N]
 
-Both train the same recipe with the same engine, learner and task code, in one process, alternating
-in blocks of steps. The plain loop keeps its experience in lists and saves nothing. Printed are
-ratios of that one run: seconds and CPU-seconds per step (the writer threads' CPU counts against
-perdure). Both end with the same weights, bit for bit, which is checked.
+Both train the same recipe with the same engine, learner and task code, in one process, taking turns
+step by step. The plain loop keeps its experience in lists and saves nothing. Both end with the same
+weights, bit for bit, which is checked. Printed are medians over the steps of that one run:
+
+* log and checkpoints: time that the training thread spends in the experience store and in the
+  checkpoint engine (encoding, queueing, waiting for the disk, staging), and CPU time of their
+  threads, as shares of perdure's step;
+* the whole trainer beside the plain loop: the above, and digests, curves and TensorBoard files.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,19 +55,66 @@ from perdure.trainers.steps import (
     take_groups,
 )
 
+STORE_CALLS = (
+    "submit",
+    "start_sessions",
+    "sessions_done",
+    "open_groups",
+    "oldest_finished",
+    "take",
+    "append",
+    "append_all",
+    "rewarded_group",
+    "release",
+    "flush",
+)
+"""Everything the sync trainer asks of the experience store."""
 DEFAULT_RECIPE = Path(__file__).parent.parent / "recipes" / "sort_digits.yaml"
 
 
 @dataclass(slots=True)
 class Cost:
-    """Seconds per step, one entry per block."""
+    """One entry per step, in seconds."""
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    durable_s: list[float] = field(default_factory=list)
+    """Time of the training thread inside the store and the checkpoint engine."""
+    threads_cpu_s: list[float] = field(default_factory=list)
+    """CPU time of all other threads."""
 
-    def add(self, wall_s: float, cpu_s: float, steps: int) -> None:
-        self.wall_s.append(wall_s / steps)
-        self.cpu_s.append(cpu_s / steps)
+
+class Stopwatch:
+    """Adds up the time that the training spends in methods of some objects."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._depth = 0
+
+    def watch(self, owner: object, *names: str) -> None:
+        """Time these methods of one object; calls from inside a timed call count once."""
+        for name in names:
+            setattr(type(owner), name, self._timed(getattr(type(owner), name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        main = threading.get_ident()
+
+        @functools.wraps(method)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            # The training waits for a flush in another thread; commits by the checkpoint thread
+            # are nobody's wait.
+            waited_for = threading.get_ident() == main or method.__name__ == "flush"
+            if not waited_for or self._depth:
+                return method(*arguments, **options)
+            self._depth += 1
+            started_s = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                self.spent_s += time.perf_counter() - started_s
+                self._depth -= 1
+
+        return timed
 
 
 class PlainLoop:
@@ -153,47 +207,54 @@ async def durable_step(ctx: TrainContext, number: int) -> None:
 
 
 async def measure(
-    step: Callable[[int], Awaitable[None]], cost: Cost, *, first: int, steps: int
+    step: Callable[[int], Awaitable[None]], cost: Cost, *, number: int, watch: Stopwatch
 ) -> None:
-    wall_s, cpu_s = time.perf_counter(), time.process_time()
-    for number in range(first, first + steps):
-        await step(number)
-    cost.add(time.perf_counter() - wall_s, time.process_time() - cpu_s, steps)
+    watch.spent_s = 0.0
+    wall_s, cpu_s, own_s = time.perf_counter(), time.process_time(), time.thread_time()
+    await step(number)
+    cost.wall_s.append(time.perf_counter() - wall_s)
+    cost.cpu_s.append(time.process_time() - cpu_s)
+    cost.threads_cpu_s.append(cost.cpu_s[-1] - (time.thread_time() - own_s))
+    cost.durable_s.append(watch.spent_s)
 
 
-async def compare(config: RunConfig, run_dir: Path, *, blocks: int, steps: int) -> dict[str, float]:
+async def compare(config: RunConfig, run_dir: Path, *, steps: int) -> dict[str, float]:
     plain = PlainLoop(config)
     await plain.start()
     storage = PosixStorage(run_dir)
     started = Launch(run_dir, config, plain.task, storage, SystemClock(), NoFaults(), ignore_events)
     costs = {"plain": Cost(), "perdure": Cost()}
+    watch = Stopwatch()
     async with incarnation(started) as ctx:
-        for block in range(blocks):
-            first = 1 + block * steps
+        watch.watch(ctx.store, *STORE_CALLS)
+        watch.watch(ctx.checkpoints, "stage")
+        for number in range(1, steps + 1):
             # Who goes first alternates, so that drift of the machine hits both alike.
-            order = ("plain", "perdure") if block % 2 == 0 else ("perdure", "plain")
-            for name in order:
-                step = plain.step if name == "plain" else lambda n: durable_step(ctx, n)
-                await measure(step, costs[name], first=first, steps=steps)
+            for name in ("plain", "perdure") if number % 2 else ("perdure", "plain"):
+                step = plain.step if name == "plain" else functools.partial(durable_step, ctx)
+                await measure(step, costs[name], number=number, watch=watch)
         same = await ctx.runtime.policy_digest() == plain.machinery.learner.policy_digest()
         ctx.checkpoints.wait(60.0)
         log_bytes = sum(path.stat().st_size for path in (run_dir / "log").iterdir())
     await plain.machinery.engine.close()
-    return summary(costs, same=same, log_bytes=log_bytes, steps=blocks * steps)
+    return summary(costs, same=same, log_bytes=log_bytes)
 
 
-def summary(costs: dict[str, Cost], *, same: bool, log_bytes: int, steps: int) -> dict[str, float]:
-    wall = np.array(costs["perdure"].wall_s) / np.array(costs["plain"].wall_s)
-    cpu = np.array(costs["perdure"].cpu_s) / np.array(costs["plain"].cpu_s)
+def summary(costs: dict[str, Cost], *, same: bool, log_bytes: int) -> dict[str, float]:
+    plain, perdure = costs["plain"], costs["perdure"]
+    step_s = statistics.median(perdure.wall_s)
+    ratio = [a / b for a, b in zip(perdure.wall_s, plain.wall_s, strict=True)]
     return {
-        "steps": steps,
-        "plain_ms_per_step": 1e3 * statistics.median(costs["plain"].wall_s),
-        "perdure_ms_per_step": 1e3 * statistics.median(costs["perdure"].wall_s),
-        "overhead_wall_percent": 100 * (float(np.median(wall)) - 1),
-        "overhead_cpu_percent": 100 * (float(np.median(cpu)) - 1),
-        "overhead_wall_percent_low": 100 * (float(np.quantile(wall, 0.25)) - 1),
-        "overhead_wall_percent_high": 100 * (float(np.quantile(wall, 0.75)) - 1),
-        "log_bytes_per_step": log_bytes / steps,
+        "steps": len(ratio),
+        "plain_ms_per_step": 1e3 * statistics.median(plain.wall_s),
+        "perdure_ms_per_step": 1e3 * step_s,
+        "log_and_checkpoints_ms": 1e3 * statistics.median(perdure.durable_s),
+        "log_and_checkpoints_percent": 100 * statistics.median(perdure.durable_s) / step_s,
+        "their_threads_cpu_percent": 100 * statistics.median(perdure.threads_cpu_s) / step_s,
+        "whole_trainer_percent": 100 * (step_s / statistics.median(plain.wall_s) - 1),
+        "whole_trainer_percent_low": 100 * (float(np.quantile(ratio, 0.25)) - 1),
+        "whole_trainer_percent_high": 100 * (float(np.quantile(ratio, 0.75)) - 1),
+        "log_bytes_per_step": log_bytes / len(ratio),
         "same_weights": float(same),
     }
 
@@ -202,13 +263,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", nargs="?", type=Path, default=DEFAULT_RECIPE)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--blocks", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=5, help="steps per block")
+    parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    total = arguments.blocks * arguments.steps
     overrides = [
         *arguments.overrides,
-        f"trainer.total_steps={total + 1}",
+        f"trainer.total_steps={arguments.steps + 1}",
         "validation.prompts=0",
     ]
     config = load_config(RunConfig, arguments.recipe, overrides)
@@ -216,9 +275,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
         run_dir = Path(directory) / "run"
         launch.create(config, run_dir, injected=launch.Injected())
-        result = asyncio.run(
-            compare(config, run_dir, blocks=arguments.blocks, steps=arguments.steps)
-        )
+        result = asyncio.run(compare(config, run_dir, steps=arguments.steps))
     for name, value in result.items():
         print(f"{name:28} {value:12.3f}")
     print(json.dumps(result))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,7 +98,7 @@ class SessionRunner:
             verdict = self._task.verify(prompt_of(submitted), trajectory.response_ids_T.tolist())
         except Exception as error:  # noqa: BLE001 - a verifier is user code; the reason is kept
             return f"{session.key()}: verifier raised {type(error).__name__}: {error}"
-        if not np.isfinite(verdict.reward):
+        if not math.isfinite(verdict.reward):
             return f"{session.key()}: verifier returned reward {verdict.reward}"
         self._finished.append(FinishedSession(trajectory, verdict.reward, verdict.parts))
         if len(self._finished) >= _LOGGED_TOGETHER:
@@ -145,7 +146,7 @@ def trajectory_from_chunks(
     if stop_reason is None or stop_reason is StopReason.ABORTED:
         raise TrainingError(f"generation ended with {stop_reason}", where=session.key())
     response_ids = np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int32)
-    trajectory = Trajectory(
+    return Trajectory(
         session=session,
         prompt_ids_P=np.asarray(prompt_ids, dtype=np.int32),
         response_ids_T=response_ids,
@@ -154,8 +155,6 @@ def trajectory_from_chunks(
         segments=_segments(chunks),
         stop_reason=stop_reason,
     )
-    trajectory.check()
-    return trajectory
 
 
 def _segments(chunks: Sequence[GenerationChunk]) -> tuple[Segment, ...]:

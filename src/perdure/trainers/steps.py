@@ -6,7 +6,6 @@ publish → validation and metrics → release → the counter goes up.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from perdure.core.errors import TrainingError
@@ -15,7 +14,7 @@ from perdure.core.ids import GlobalStep, GroupId, OptimizerStep, UpdateId
 from perdure.core.records import Published, StepDone, Submitted, UpdateFailed
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import AgePolicy, decide
-from perdure.trainers.acknowledge import ACKNOWLEDGE_TIMEOUT_S, acknowledged
+from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.step_metrics import merge_updates, rollout_metrics
@@ -26,9 +25,10 @@ MAX_REFILL_ROUNDS = 10
 
 
 async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
-    """Submit what the step still needs and run it until enough groups are finished and durable.
+    """Submit what the step still needs and run it until enough groups are finished.
 
-    Failed groups are evicted and each is replaced by one new prompt.
+    Failed groups are evicted and each is replaced by one new prompt. Nobody waits for the disk
+    here: the log keeps the order of appends, so what a batch needs is durable before it is.
 
     Raises:
         TrainingError: Groups keep failing.
@@ -37,9 +37,8 @@ async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
     reasons: list[str] = []
     with ctx.timed("generate"):
         for _ in range(MAX_REFILL_ROUNDS):
-            await _submit_missing(ctx, step)
+            _submit_missing(ctx, step)
             await ctx.runtime.run_groups(ctx.store.open_groups())
-            await asyncio.to_thread(ctx.store.flush, ACKNOWLEDGE_TIMEOUT_S)
             reasons = [group.reason for group in table.failed()]
             if not reasons:
                 return
@@ -51,12 +50,12 @@ async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
     )
 
 
-async def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
+def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
     """Evict failed groups, pay for evictions, and submit what the step's updates still lack."""
     state = ctx.store.state
     decision = decide(state, global_step=step, policy=AgePolicy.IGNORE, threshold=1)
     if decision.evict:
-        await acknowledged(ctx.store, ctx.store.evict(decision.evict, global_step=step))
+        ctx.store.evict(decision.evict, global_step=step)
     taken = len(state.updates_of(step))
     remaining = ctx.config.trainer.local_updates_per_step - taken
     available = len(state.table.finished) + len(ctx.store.open_groups())
@@ -69,7 +68,6 @@ async def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
         ctx.store.refill(refills)
     if fresh:
         ctx.store.submit(fresh)
-    await asyncio.to_thread(ctx.store.flush, ACKNOWLEDGE_TIMEOUT_S)
     ctx.faults.reach(FaultPoint.GROUPS_SUBMITTED)
 
 
