@@ -60,7 +60,7 @@ class View:
 def victim(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three incarnations, killed in the middle of its fifth step."""
     run = tmp_path_factory.mktemp("victim") / "run"
-    plans = ({"point": "step_done", "hit": 1}, {"point": "log_fsynced", "hit": 20})
+    plans = ({"point": "step_done", "hit": 1}, {"point": "batch_taken", "hit": 3})
     assert server.run("train", run, plan=[plans[0]]).status == KILLED
     assert server.run("resume", run, plan=[plans[1]]).status == KILLED
     last = {"point": "local_update_done", "hit": 5}
