@@ -24,6 +24,7 @@ from perdure.experience.segments import LOG_DIR, SegmentName
 RUN_FILE = "run.json"
 LOCK_FILE = "lock"
 INCARNATION_DIR = "incarnations"
+_INCARNATION_FIELDS = ("run_id", "incarnation", "host", "pid", "started_wall_s", "took_over")
 _COPY = "restore it from a copy"
 
 
@@ -221,7 +222,7 @@ def _check_incarnations(storage: Storage, run_id: str) -> None:
     for number in range(1, highest_incarnation(storage) + 1):
         path = incarnation_path(number)
         value = sealed_json.decode(
-            storage.read(path), where=path, newest_format=FORMAT, fields=("run_id", "incarnation")
+            storage.read(path), where=path, newest_format=FORMAT, fields=_INCARNATION_FIELDS
         )
         if (value["run_id"], value["incarnation"]) != (run_id, number):
             raise DamagedError(
@@ -269,7 +270,7 @@ def _busy(storage: Storage) -> RunBusyError:
             storage.read(path),
             where=path,
             newest_format=FORMAT,
-            fields=("incarnation", "pid", "host"),
+            fields=_INCARNATION_FIELDS,
         )
         held = f" (incarnation {value['incarnation']}, process {value['pid']} on {value['host']})"
     return RunBusyError(
