@@ -28,7 +28,7 @@ from perdure.core.records import (
     GroupSettled,
     Published,
     Refilled,
-    SessionDone,
+    SessionsDone,
     StepDone,
     Submitted,
     Taken,
@@ -36,6 +36,7 @@ from perdure.core.records import (
 from perdure.core.trajectories import Segment, Trajectory
 from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
+from perdure.experience.groups import SettledSession
 
 REF = PayloadRef(IncarnationNumber(1), 0, 64, 64, 7)
 
@@ -57,15 +58,24 @@ def submitted(group: int, *, step: int = 1, sessions: int = 2) -> Submitted:
     )
 
 
-def session_done(group: int, index: int, *, reward: float = 1.0, version: int = 0) -> SessionDone:
-    return SessionDone(
-        session=SessionId(GroupId(group), index),
+def session_done(group: int, index: int, *, reward: float = 1.0, version: int = 0) -> SessionsDone:
+    return sessions_done([(group, index)], reward=reward, version=version)
+
+
+def sessions_done(
+    sessions: Iterable[tuple[int, int]], *, reward: float = 1.0, version: int = 0
+) -> SessionsDone:
+    ids = tuple(SessionId(GroupId(group), index) for group, index in sessions)
+    rows = len(ids)
+    return SessionsDone(
+        sessions=ids,
+        rewards=(reward,) * rows,
+        stop_reasons=(StopReason.STOP,) * rows,
+        tokens=(3,) * rows,
+        first_versions=(PolicyVersion(version),) * rows,
+        last_versions=(PolicyVersion(version),) * rows,
+        parts=({},) * rows,
         payload=REF,
-        reward=reward,
-        stop_reason=StopReason.STOP,
-        tokens=3,
-        first_version=PolicyVersion(version),
-        last_version=PolicyVersion(version),
     )
 
 
@@ -134,12 +144,15 @@ def trajectory(group: int, index: int, *, version: int = 0, length: int = 4) -> 
 
 def placed_entry(place: LogPosition, record: ControlRecord) -> Entry:
     """A record as a writer leaves it behind: it knows where it came to lie."""
-    payload = dataclasses.astuple(record.payload) if isinstance(record, SessionDone) else None
-    return Entry(
-        record,
-        payload_place=payload,
-        control_place=(place.incarnation, place.segment, place.offset),
-    )
+    ref = record.payload if isinstance(record, SessionsDone) else None
+    return Entry(record, ref=ref, position=place)
+
+
+def settled_row(settled: SettledSession) -> tuple[Any, ...]:
+    """What the log says of a session, and where its tokens lie."""
+    record, row = settled.batch.record, settled.row
+    columns = [getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "payload"]
+    return (settled.batch.payload, row, *(column[row] for column in columns))
 
 
 def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]:
@@ -147,7 +160,13 @@ def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]
     table = state.table
     value: dict[str, Any] = {
         "groups": {
-            g: (v.submitted, v.state, dict(v.done), v.reason, v.uniform)
+            g: (
+                v.submitted,
+                v.state,
+                {i: settled_row(s) for i, s in v.done.items()},
+                v.reason,
+                v.uniform,
+            )
             for g, v in table.live.items()
         },
         "retired": dict(table.retired),
@@ -171,6 +190,4 @@ def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]
     }
     if places:
         value["position"] = state.position
-        value["places"] = {g: dict(v.positions) for g, v in table.live.items()}
-        value["after"] = state.updates_after(None)
     return value

@@ -21,7 +21,7 @@ from perdure.core.ids import (
     SessionId,
 )
 from perdure.core.record_types import StopReason
-from perdure.core.records import Closed, ControlRecord, IncarnationStarted, SessionDone, Submitted
+from perdure.core.records import Closed, ControlRecord, IncarnationStarted, SessionsDone, Submitted
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Segment, Trajectory
 from perdure.experience.claims import (
@@ -34,7 +34,7 @@ from perdure.experience.claims import (
     newest_started,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.payloads import PayloadReader, trajectory_payload
+from perdure.experience.payloads import PayloadReader, trajectories_payload
 from perdure.experience.reader import LineageLog, read_lineage
 from perdure.experience.writer import LogOptions, LogWriter
 
@@ -112,16 +112,23 @@ def trajectory(group: int, tokens: int = 5) -> Trajectory:
 
 
 def session_done(group: int, tokens: int = 5) -> Entry:
-    record = SessionDone(
-        SessionId(GroupId(group), 0),
-        NO_REF,
-        reward=0.5,
-        stop_reason=StopReason.STOP,
-        tokens=tokens,
-        first_version=PolicyVersion(1),
-        last_version=PolicyVersion(1),
+    return sessions_done([group], tokens)
+
+
+def sessions_done(groups: Sequence[int], tokens: int = 5) -> Entry:
+    """The first session of each of these groups, in one entry."""
+    rows = len(groups)
+    record = SessionsDone(
+        sessions=tuple(SessionId(GroupId(group), 0) for group in groups),
+        rewards=(0.5,) * rows,
+        stop_reasons=(StopReason.STOP,) * rows,
+        tokens=(tokens,) * rows,
+        first_versions=(PolicyVersion(1),) * rows,
+        last_versions=(PolicyVersion(1),) * rows,
+        parts=({},) * rows,
+        payload=NO_REF,
     )
-    return Entry(record, trajectory_payload(trajectory(group, tokens)))
+    return Entry(record, trajectories_payload([trajectory(group, tokens) for group in groups]))
 
 
 def key_of(entry: Entry) -> str:
@@ -164,17 +171,22 @@ def check_contents(storage: Storage, log: LineageLog) -> None:
     """Every record and every array is exactly what was appended."""
     reader = PayloadReader(storage)
     for _, record in log.records:
-        if isinstance(record, SessionDone):
-            expected = trajectory(record.session.group, record.tokens)
-            found = reader.trajectory(record.payload)
-            assert found.session == expected.session
-            assert found.segments == expected.segments
-            np.testing.assert_array_equal(found.prompt_ids_P, expected.prompt_ids_P)
-            np.testing.assert_array_equal(found.response_ids_T, expected.response_ids_T)
-            np.testing.assert_array_equal(found.logprobs_T, expected.logprobs_T)
-            np.testing.assert_array_equal(found.loss_mask_T, expected.loss_mask_T)
+        if isinstance(record, SessionsDone):
+            for row, session in enumerate(record.sessions):
+                found = reader.trajectory(record.payload, row=row, session=session)
+                check_same(found, trajectory(session.group, record.tokens[row]))
         elif isinstance(record, Submitted):
             assert record == submitted(record.group).control
+
+
+def check_same(found: Trajectory, expected: Trajectory) -> None:
+    assert found.session == expected.session
+    assert found.segments == expected.segments
+    assert found.stop_reason is expected.stop_reason
+    np.testing.assert_array_equal(found.prompt_ids_P, expected.prompt_ids_P)
+    np.testing.assert_array_equal(found.response_ids_T, expected.response_ids_T)
+    np.testing.assert_array_equal(found.logprobs_T, expected.logprobs_T)
+    np.testing.assert_array_equal(found.loss_mask_T, expected.loss_mask_T)
 
 
 def controls(log: LineageLog) -> list[ControlRecord]:

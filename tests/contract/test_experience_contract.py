@@ -72,9 +72,9 @@ def test_a_run_goes_on_where_it_stopped(storage: Storage, options: LogOptions) -
 
     second = start(storage, options)
     assert make.comparable(second.state, places=False) == make.comparable(first.state, places=False)
-    redone = second.state.updates_after(second.committed()[0].position)
-    assert [record.groups for record in redone] == [(4, 5, 6, 7)]
-    for number in redone[0].groups:
+    redone = second.state.taken[make.update_id(2)]
+    assert redone.groups == (4, 5, 6, 7)
+    for number in redone.groups:
         group = second.rewarded_group(GroupId(number))
         for index, found in enumerate(group.trajectories):
             wanted = make.trajectory(number, index)

@@ -11,6 +11,7 @@ from pathlib import Path
 from perdure.audit import audit_run
 from perdure.checkpoint import verify
 from perdure.core.digests import digest_arrays
+from perdure.core.ids import SessionId
 from perdure.experience import GroupState, read_experience
 from perdure.experience.payloads import PayloadReader
 from perdure.storage import PosixStorage
@@ -49,8 +50,15 @@ def test_its_tokens_are_where_they_were() -> None:
     storage = PosixStorage(GOLDEN)
     state, _ = read_experience(storage)
     reader = PayloadReader(storage)
-    done = [group.done[index] for group in state.groups.values() for index in sorted(group.done)]
-    trajectories = [reader.trajectory(record.payload) for record in done]
+    sessions = [
+        (SessionId(number, index), group.done[index])
+        for number, group in state.groups.items()
+        for index in sorted(group.done)
+    ]
+    trajectories = [
+        reader.trajectory(done.batch.record.payload, row=done.row, session=session)
+        for session, done in sessions
+    ]
     arrays = {
         f"{trajectory.session.key()}/{name}": getattr(trajectory, name)
         for trajectory in trajectories

@@ -147,7 +147,7 @@ def test_a_rewind_lets_no_group_mix_weights_that_no_longer_exist(tmp_path: Path)
     run = tmp_path / "run"
     cut_off(run, "learner.lr=0.01", point=FaultPoint.SESSION_FINISHED, hit=5 * 16 + 6)
     before = state_of(run)
-    begun = [g.submitted.group for g in before.table.open() if g.counted]
+    begun = [g.submitted.group for g in before.table.open() if g.done]
     assert begun, "the crash has to leave a group half done"
     launch.resume(run, redo=False)
     after = state_of(run)

@@ -62,7 +62,7 @@ def test_an_on_policy_step_trains_on_tokens_of_the_weights_before_it(tmp_path: P
     digest_before |= {step: record.policy_digest for step, record in state.step_done.items()}
     for group in state.groups.values():
         for done in group.done.values():
-            assert done.first_version == done.last_version
+            assert done.batch.record.first_versions[done.row] == done.last_version
             held = state.published[done.last_version].digest
             assert held == digest_before[group.submitted.submitted_step - 1]
 

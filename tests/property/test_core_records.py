@@ -18,7 +18,7 @@ from perdure.core import records
 from perdure.core.ids import GroupId, LogPosition, PayloadRef, SessionId, UpdateId
 from perdure.core.record_codec import record_fields, record_from_fields
 from perdure.core.record_types import RecordType
-from perdure.core.records import DECISION_TYPES, ControlRecord, Evicted, SessionDone
+from perdure.core.records import DECISION_TYPES, ControlRecord, Evicted, SessionsDone
 
 CLASSES: tuple[type[Any], ...] = typing.get_args(ControlRecord)
 _COUNTS = st.integers(0, 2**63 - 1)
@@ -53,7 +53,20 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
 
 def _records(cls: type[Any]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
+    if cls is SessionsDone:
+        return st.integers(1, 3).flatmap(lambda rows: _columns(hints, rows))
     return st.builds(cls, **{f.name: _values(hints[f.name]) for f in dataclasses.fields(cls)})
+
+
+def _columns(hints: dict[str, Any], rows: int) -> st.SearchStrategy[SessionsDone]:
+    """Records of settled sessions with so many rows."""
+    columns = {
+        f.name: st.lists(_values(typing.get_args(hints[f.name])[0]), min_size=rows, max_size=rows)
+        for f in dataclasses.fields(SessionsDone)
+        if f.name != "payload"
+    }
+    made = {name: column.map(tuple) for name, column in columns.items()}
+    return st.builds(SessionsDone, **made, payload=_SIMPLE[PayloadRef])
 
 
 ANY_RECORD = st.sampled_from(CLASSES).flatmap(_records)
@@ -108,10 +121,13 @@ def test_numbers_without_a_control_record_are_refused(number: int) -> None:
 @pytest.mark.parametrize(
     ("cls", "name", "value"),
     [
-        (SessionDone, "session", 3),
-        (SessionDone, "session", [1]),
-        (SessionDone, "payload", [1, 2]),
-        (SessionDone, "stop_reason", "unheard of"),
+        (SessionsDone, "sessions", 3),
+        (SessionsDone, "sessions", [[1]]),
+        (SessionsDone, "sessions", []),
+        (SessionsDone, "sessions", [[1, 0], [1, 1]]),
+        (SessionsDone, "payload", [1, 2]),
+        (SessionsDone, "stop_reasons", ["unheard of"]),
+        (SessionsDone, "rewards", []),
         (Evicted, "reason", 7),
     ],
 )
@@ -119,19 +135,20 @@ def test_a_field_of_the_wrong_shape_is_refused(cls: type[Any], name: str, value:
     ref = PayloadRef(*[typing.cast("Any", 1)] * 5)
     session = SessionId(GroupId(1), 0)
     whole: dict[type[Any], Any] = {
-        SessionDone: SessionDone(
-            session,
+        SessionsDone: SessionsDone(
+            (session,),
+            (1.0,),
+            (records.StopReason.STOP,),
+            (3,),
+            (typing.cast("Any", 1),),
+            (typing.cast("Any", 2),),
+            ({"right": 1.0},),
             ref,
-            1.0,
-            records.StopReason.STOP,
-            3,
-            typing.cast("Any", 1),
-            typing.cast("Any", 2),
         ),
         Evicted: Evicted(GroupId(1), records.EvictionReason.AGE, typing.cast("Any", 2)),
     }
     fields = {**_packed(whole[cls]), name: value}
-    with pytest.raises(ValueError, match="not a valid"):
+    with pytest.raises(ValueError, match="not a valid|columns of unequal"):
         record_from_fields(cls.type, fields)
 
 

@@ -29,13 +29,14 @@ from perdure.core.records import (
     Evicted,
     GroupSettled,
     Refilled,
-    SessionDone,
+    SessionsDone,
     StepDone,
     Submitted,
     Taken,
 )
 from perdure.experience import (
     ExperienceStore,
+    FinishedSession,
     LogOptions,
     RunInfo,
     claim_experience,
@@ -72,9 +73,8 @@ class Model:
         match record:
             case Submitted():
                 self.state[record.group], self.done[record.group] = "pending", set()
-            case SessionDone():
-                self.state[record.session.group] = "running"
-                self.done[record.session.group].add(record.session.index)
+            case SessionsDone():
+                self._add_sessions(record)
             case GroupSettled():
                 self.state[record.group] = record.outcome.value
             case Taken():
@@ -94,6 +94,11 @@ class Model:
                 self.checkpoints = [c for c in self.checkpoints if c not in record.directories]
             case _:
                 raise AssertionError(record)
+
+    def _add_sessions(self, record: SessionsDone) -> None:
+        for session in record.sessions:
+            self.state[session.group] = "running"
+            self.done[session.group].add(session.index)
 
     def among(self, *states: str) -> list[int]:
         return sorted(group for group, state in self.state.items() if state in states)
@@ -148,6 +153,17 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.session_done(make.trajectory(group, index), reward=reward)
         if index not in self.model.done[group]:
             self.log(make.session_done(group, index, reward=reward))
+
+    @precondition(lambda self: self.model.among("pending", "running"))
+    @rule(picks=st.lists(st.tuples(st.integers(0, 99), st.integers(0, SESSIONS - 1)), min_size=1))
+    def sessions_done(self, picks: list[tuple[int, int]]) -> None:
+        groups = self.model.among("pending", "running")
+        sessions = [(groups[pick % len(groups)], index) for pick, index in picks]
+        trajectories = [make.trajectory(group, index) for group, index in sessions]
+        self.store.sessions_done([FinishedSession(t, 1.0, {}) for t in trajectories])
+        new = {(g, i): None for g, i in sessions if i not in self.model.done[g]}
+        if new:
+            self.log(make.sessions_done(new))
 
     @precondition(lambda self: self.model.among("pending", "running"))
     @rule(pick=st.integers(0, 99), fail=st.sampled_from([False, False, True]))
@@ -246,10 +262,9 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 999))
     def repeat(self, pick: int) -> None:
         record = self.records[pick % len(self.records)]
-        if isinstance(record, SessionDone):
-            session = record.session
-            other = make.trajectory(session.group, session.index, length=7)
-            self.store.session_done(other, reward=0.5)
+        if isinstance(record, SessionsDone):
+            others = [make.trajectory(s.group, s.index, length=7) for s in record.sessions]
+            self.store.sessions_done([FinishedSession(other, 0.5, {}) for other in others])
         else:
             self.store.append(record)
 

@@ -71,7 +71,8 @@ def test_sessions_and_what_settles_their_group_are_one_append(
     state, _ = read_experience(storage)
     assert state.table.state_of(GroupId(0)) is GroupState.FINISHED
     assert make.comparable(state) == make.comparable(store.state)
-    assert state.groups[GroupId(1)].done[1].parts == {"right": 0.25}
+    done = state.groups[GroupId(1)].done[1]
+    assert done.batch.record.parts[done.row] == {"right": 0.25}
 
 
 def test_those_that_counted_before_are_left_out(store: ExperienceStore) -> None:
@@ -104,12 +105,32 @@ def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
     store.flush(1)
 
 
-def test_those_before_an_illegal_one_count(storage: MemoryStorage, store: ExperienceStore) -> None:
+def test_a_record_with_an_illegal_session_does_not_count(
+    storage: MemoryStorage, store: ExperienceStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perdure.experience.finished.MAX_SESSIONS", 2)
+    some = [session(0, 0), session(0, 1), session(1, 0), session(9, 0), session(2, 0)]
     with pytest.raises(LifecycleError, match="group 9"):
-        store.sessions_done([session(0, 0), session(9, 0), session(0, 1)])
+        store.sessions_done(some)
     store.flush(1)
     state, _ = read_experience(storage)
-    assert list(state.groups[GroupId(0)].done) == [0]
+    done = {group: sorted(value.done) for group, value in state.groups.items()}
+    assert done == {0: [0, 1], 1: [], 2: []}
+    assert make.comparable(state) == make.comparable(store.state)
+
+
+@pytest.mark.parametrize("limit", ["MAX_SESSIONS", "MAX_BYTES"])
+def test_many_sessions_are_portioned_into_records(
+    storage: MemoryStorage, store: ExperienceStore, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    most = 2 if limit == "MAX_SESSIONS" else 2 * make.trajectory(0, 0).nbytes
+    monkeypatch.setattr(f"perdure.experience.finished.{limit}", most)
+    store.sessions_done([session(group, index) for group in range(3) for index in range(2)][:5])
+    store.flush(1)
+    state, _ = read_experience(storage)
+    done = [value.done for value in state.groups.values()]
+    rows = [[len(s.batch.record.sessions) for s in sessions.values()] for sessions in done]
+    assert rows == [[2, 2], [2, 2], [1]]
     assert make.comparable(state) == make.comparable(store.state)
 
 

@@ -108,7 +108,8 @@ def test_a_repeated_record_changes_nothing_and_keeps_its_first_place(
     for record in records:
         place = state.position_of(record)
         assert not state.apply(make.at(end.offset + 64), record)
-        assert state.position_of(record) == place is not None
+        assert state.position_of(record) == place
+    assert state.position_of(records[-1]) == end
     assert make.comparable(state) == before
 
 
@@ -138,6 +139,8 @@ def test_a_repeated_record_that_says_something_else_is_refused(
         (make.submitted(6, sessions=0), "with 0 sessions"),
         (make.session_done(6, 0), "never submitted"),
         (make.session_done(5, 2), "session 2 of a group with 2 sessions"),
+        (make.sessions_done([(4, 0), (6, 0)]), "never submitted"),
+        (make.sessions_done([(5, 2), (5, 2)]), "occurs twice"),
         (make.settled(6), "never submitted"),
         (make.taken(4, [4]), "u3.0 is next"),
         (make.taken(3, [4], local=1), "u3.0 is next"),
@@ -165,6 +168,25 @@ def test_what_may_not_follow_is_refused_and_changes_nothing(
     with pytest.raises(LifecycleError) as caught:
         state.apply(None, record)
     assert message in str(caught.value)
+    assert make.comparable(state) == before
+
+
+def test_rows_count_once_each_whatever_record_they_come_in(state: ExperienceState) -> None:
+    apply_all(state, [make.submitted(group, sessions=3) for group in range(2)])
+    apply_all(state, [make.sessions_done([(1, 0), (0, 2)], reward=1.0, version=4)])
+    apply_all(state, [make.sessions_done([(0, 2), (0, 0), (1, 0)], reward=2.0, version=3)])
+    assert not state.apply(None, make.sessions_done([(0, 0), (1, 0)], reward=3.0))
+    rewards = {g: {i: s.reward for i, s in v.done.items()} for g, v in state.groups.items()}
+    assert rewards == {0: {2: 1.0, 0: 2.0}, 1: {0: 1.0}}
+    assert state.table.newest_version == 4
+    assert [s.index for s in state.groups[GroupId(0)].missing] == [1]
+
+
+def test_a_record_with_one_illegal_row_changes_nothing(state: ExperienceState) -> None:
+    apply_all(state, [make.submitted(0), make.submitted(1), make.settled(1, GroupOutcome.FAILED)])
+    before = make.comparable(state)
+    with pytest.raises(LifecycleError, match="illegal while failed"):
+        state.apply(make.at(10**6), make.sessions_done([(0, 0), (1, 0)]))
     assert make.comparable(state) == before
 
 
@@ -231,19 +253,8 @@ def test_a_poisoned_batch_is_set_aside_and_not_redone(state: ExperienceState) ->
     assert state.is_poisoned(make.update_id(1))
     assert state.next_update == make.update_id(1, 1)
     apply_all(state, [make.taken(1, [2], local=1), make.step_done(1)])
-    assert [record.update for record in state.updates_after(None)] == [make.update_id(1, 1)]
+    assert [state.is_poisoned(update) for update in state.taken] == [True, False]
     assert state.counts[GroupState.TRAINED] == 1
-
-
-def test_updates_after_a_position_are_those_beyond_it_in_order(state: ExperienceState) -> None:
-    apply_all(state, two_steps())
-    first = state.position_of(make.taken(1, [0, 1]))
-    assert first is not None
-    assert [r.update for r in state.updates_after(first)] == [make.update_id(2)]
-    assert [r.update for r in state.updates_after(None)] == [make.update_id(1), make.update_id(2)]
-    assert state.updates_after(state.position) == []
-    state.apply(None, make.taken(3, [4]))
-    assert [r.update for r in state.updates_after(state.position)] == [make.update_id(3)]
 
 
 def test_collected_checkpoints_leave_and_retire_what_no_redo_needs(state: ExperienceState) -> None:

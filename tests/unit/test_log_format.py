@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from perdure.core.errors import FutureFormatError
-from perdure.core.ids import IncarnationNumber
+from perdure.core.ids import IncarnationNumber, PayloadRef
 from perdure.core.record_types import RecordType
 from perdure.experience.format import (
     Stamp,
@@ -41,7 +41,7 @@ _ARRAYS = st.dictionaries(
 @given(fields=_FIELDS, arrays=_ARRAYS)
 def test_log_record_round_trip(fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
     fields.pop("arrays", None)
-    record = prepare_record(RecordType.TRAJECTORY, key="k", fields=fields, arrays=arrays)
+    record = prepare_record(RecordType.TRAJECTORIES, key="k", fields=fields, arrays=arrays)
     checksum = stamp_record(record, STAMP)
     view = memoryview(bytes(64) + bytes(record) + bytes(64))
 
@@ -79,7 +79,7 @@ def test_log_record_layout_is_the_documented_one() -> None:
 
 def test_log_arrays_are_views_of_the_given_memory() -> None:
     array = np.arange(100, dtype=np.float32)
-    record = prepare_record(RecordType.TRAJECTORY, key="k", fields={}, arrays={"a": array})
+    record = prepare_record(RecordType.TRAJECTORIES, key="k", fields={}, arrays={"a": array})
     stamp_record(record, STAMP)
     memory = np.frombuffer(bytes(record), np.uint8)
     header = parse_record(memory.data, 0, where="test")
@@ -92,7 +92,7 @@ def test_log_arrays_are_views_of_the_given_memory() -> None:
 
 def test_log_prepared_record_keeps_no_hold_on_the_arrays() -> None:
     array = np.arange(4, dtype=np.int32)
-    record = prepare_record(RecordType.TRAJECTORY, key="k", fields={}, arrays={"a": array})
+    record = prepare_record(RecordType.TRAJECTORIES, key="k", fields={}, arrays={"a": array})
     array[:] = -1
     stamp_record(record, STAMP)
     header = parse_record(memoryview(record), 0, where="test")
@@ -109,8 +109,8 @@ def test_log_reference_is_filled_in_later(
     numbers: tuple[int, int, int, int, int], extra: dict[str, Any]
 ) -> None:
     fields = {**extra, "payload": "placeholder", "last": 1}
-    record = prepare_referring_record(RecordType.SESSION_DONE, key="k", fields=fields)
-    set_reference(record, (IncarnationNumber(numbers[0]), *numbers[1:]))
+    record = prepare_referring_record(RecordType.SESSIONS_DONE, key="k", fields=fields)
+    set_reference(record, PayloadRef(IncarnationNumber(numbers[0]), *numbers[1:]))
     stamp_record(record, STAMP)
     header = parse_record(memoryview(record), 0, where="test")
     assert header is not None
@@ -131,7 +131,7 @@ def test_log_stamping_again_replaces_the_stamp() -> None:
 
 def test_log_every_flipped_bit_of_a_record_is_noticed() -> None:
     arrays = {"a": np.arange(9, dtype=np.int32)}
-    record = prepare_record(RecordType.TRAJECTORY, key="k", fields={"s": [1, 2]}, arrays=arrays)
+    record = prepare_record(RecordType.TRAJECTORIES, key="k", fields={"s": [1, 2]}, arrays=arrays)
     stamp_record(record, STAMP)
     for bit in range(8 * len(record)):
         record[bit // 8] ^= 1 << bit % 8

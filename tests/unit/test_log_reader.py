@@ -83,7 +83,7 @@ def test_log_lineage_goes_through_all_parents_in_order() -> None:
         "submitted/1",
         "incarnation/4",
         "submitted/2",
-        "session_done/g2.s0",
+        "sessions_done/g2.s0",
     ]
     assert log.end == writer.position == log.records[-1][0]
     assert [position for position, _ in log.records] == sorted(p for p, _ in log.records)
@@ -124,7 +124,7 @@ def test_log_rewind_voids_decisions_beyond_it_and_keeps_experience() -> None:
         "submitted/0",
         "taken/u1.0",
         "incarnation/2",
-        "session_done/g0.s0",
+        "sessions_done/g0.s0",
         "incarnation/3",
         "taken/u2.0",
         "taken/u3.0",
@@ -326,7 +326,7 @@ def test_log_reference_to_no_record_is_damage() -> None:
         make_run(copy)
         record = dataclasses.replace(session_done(1).control, payload=ref)
         _live(copy, [good], [Entry(record)])
-        with pytest.raises(DamagedError, match="the payload of session_done/g1.s0 is not at"):
+        with pytest.raises(DamagedError, match="the payload of sessions_done/g1.s0 is not at"):
             read_head(copy)
     assert writer.position == read_head(storage).end
 

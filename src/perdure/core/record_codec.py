@@ -66,7 +66,7 @@ def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
         encode, decode = _converters(next(o for o in options if o is not type(None)))
         return _unless_none(encode), _unless_none(decode)
     if typing.get_origin(hint) is tuple:
-        return list, tuple
+        return _each(*_converters(options[0]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return operator.attrgetter("value"), hint
     if hint is SessionId:
@@ -83,6 +83,14 @@ def _unless_none(convert: _Convert | None) -> _Convert | None:
     if convert is None:
         return None
     return lambda value: None if value is None else convert(value)
+
+
+def _each(encode: _Convert | None, decode: _Convert | None) -> tuple[_Convert, _Convert]:
+    """Converters of a tuple of any length."""
+    return (
+        list if encode is None else lambda value: list(map(encode, value)),
+        tuple if decode is None else lambda value: tuple(map(decode, value)),
+    )
 
 
 def _session_list(session: SessionId) -> list[int]:

@@ -11,7 +11,7 @@ class RecordType(enum.IntEnum):
     SEGMENT_OPENED = 1
     INCARNATION_STARTED = 2
     SUBMITTED = 3
-    SESSION_DONE = 4
+    SESSIONS_DONE = 4
     GROUP_SETTLED = 5
     PARTIAL = 6
     TOOL_RESULT = 7
@@ -27,7 +27,7 @@ class RecordType(enum.IntEnum):
     PHASE_STEP = 17
     UPDATE_FAILED = 18
     CLOSED = 19
-    TRAJECTORY = 101
+    TRAJECTORIES = 101
     PARTIAL_TOKENS = 102
     TRANSITIONS = 103
 

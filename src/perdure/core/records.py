@@ -96,23 +96,43 @@ class Submitted:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionDone:
-    """A session ended and its reward is settled; its tokens lie in ``payload``."""
+class SessionsDone:
+    """Sessions of any groups ended and their rewards are settled; their tokens lie in ``payload``.
 
-    type: ClassVar[RecordType] = RecordType.SESSION_DONE
-    session: SessionId
+    All fields but ``payload`` have one element per *row*. Each row has an idempotency key of its
+    own: a row whose session counted before is ignored, the others count.
+    """
+
+    type: ClassVar[RecordType] = RecordType.SESSIONS_DONE
+    sessions: tuple[SessionId, ...]
+    """Each once; at least one."""
+    rewards: tuple[float, ...]
+    stop_reasons: tuple[StopReason, ...]
+    tokens: tuple[int, ...]
+    """Numbers of generated tokens."""
+    first_versions: tuple[PolicyVersion, ...]
+    last_versions: tuple[PolicyVersion, ...]
+    parts: tuple[dict[str, float], ...]
+    """Named components of the rewards, e.g. ``{"correct": 1.0}``."""
     payload: PayloadRef
-    reward: float
-    stop_reason: StopReason
-    tokens: int
-    """Number of generated tokens."""
-    first_version: PolicyVersion
-    last_version: PolicyVersion
-    parts: dict[str, float] = field(default_factory=dict)
-    """Named components of the reward, e.g. ``{"correct": 1.0}``."""
+    """A record with the same sessions in the same order."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` if there is no row or a column has more or fewer."""
+        columns = (
+            self.rewards,
+            self.stop_reasons,
+            self.tokens,
+            self.first_versions,
+            self.last_versions,
+            self.parts,
+        )
+        rows = len(self.sessions)
+        if not rows or any(len(column) != rows for column in columns):
+            raise ValueError(f"columns of unequal length beside {rows} sessions")
 
     def key(self) -> str:
-        return f"session_done/{self.session.key()}"
+        return f"sessions_done/{self.sessions[0].key()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +222,9 @@ class Redone:
     digest: str
     equal: bool
     incarnation: IncarnationNumber
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Deterministic metrics of the step as it came out this time."""
+    timings_s: dict[str, float] = field(default_factory=dict)
 
     def key(self) -> str:
         return f"redone/{self.global_step}/{self.incarnation}"
@@ -333,7 +356,7 @@ ControlRecord = (
     SegmentOpened
     | IncarnationStarted
     | Submitted
-    | SessionDone
+    | SessionsDone
     | GroupSettled
     | Partial
     | ToolResult

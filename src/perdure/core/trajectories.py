@@ -54,6 +54,16 @@ class Trajectory:
         assert end == length
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return (
+            self.prompt_ids_P.nbytes
+            + self.response_ids_T.nbytes
+            + self.logprobs_T.nbytes
+            + self.loss_mask_T.nbytes
+        )
+
+    @property
     def first_version(self) -> PolicyVersion:
         return min([segment.version for segment in self.segments])
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from perdure.core.ids import LogPosition
-from perdure.core.records import ControlRecord, GroupSettled, SessionDone
+from perdure.core.records import ControlRecord, GroupSettled, SessionsDone
 from perdure.core.trajectories import Trajectory
 from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
@@ -47,13 +47,16 @@ class Appender:
 
         If one is illegal, those before it are logged all the same, as the fold has counted them.
         """
-        return self._append([(Entry(record), None) for record in records])
+        return self._append([(Entry(record), ()) for record in records])
 
     def append_sessions(
-        self, sessions: Sequence[tuple[Entry, Trajectory]], *, settled: Sequence[GroupSettled]
+        self,
+        sessions: Sequence[tuple[Entry, Sequence[Trajectory]]],
+        *,
+        settled: Sequence[GroupSettled],
     ) -> Future[LogPosition]:
-        """Count and log sessions, whose entries have payloads, then what settles groups."""
-        return self._append([*sessions, *((Entry(record), None) for record in settled)])
+        """Count and log sessions with their trajectories, then what settles groups."""
+        return self._append([*sessions, *[(Entry(record), ()) for record in settled]])
 
     def urge(self) -> Future[LogPosition]:
         """Commit without lingering; resolves when everything appended so far is acknowledged."""
@@ -61,9 +64,7 @@ class Appender:
             self.place_acknowledged()
             self.require_healthy()
             self._writer.urge()
-            if self._unacknowledged:
-                return self._unacknowledged[-1].future
-            return _resolved(self._writer.position)
+            return self._last()
 
     def require_healthy(self) -> None:
         """Raise the failure of the log, if it has failed."""
@@ -81,25 +82,23 @@ class Appender:
                     self._error = self._error or error
                     continue
                 self._state.acknowledge(batch.entries)
-                sessions = [e for e in batch.entries if isinstance(e.control, SessionDone)]
-                self._cache.allow_drop(len(sessions))
+                self._cache.allow_drop(sum(map(_count_sessions, batch.entries)))
 
-    def _append(self, items: Sequence[tuple[Entry, Trajectory | None]]) -> Future[LogPosition]:
-        assert items, "an append has records"
+    def _append(self, items: Sequence[tuple[Entry, Sequence[Trajectory]]]) -> Future[LogPosition]:
         with self.lock:
             self.place_acknowledged()
             self.require_healthy()
             fresh: list[Entry] = []
             try:
-                for entry, trajectory in items:
+                for entry, trajectories in items:
                     if not self._state.apply(None, _control(entry)):
                         continue
                     fresh.append(entry)
-                    if trajectory is not None:
+                    for trajectory in trajectories:
                         self._cache.add(trajectory)
             finally:
                 future = self._write(fresh) if fresh else None
-            return future or self._first(_control(items[-1][0]))
+            return future or self._last()
 
     def _write(self, entries: list[Entry]) -> Future[LogPosition]:
         try:
@@ -113,16 +112,15 @@ class Appender:
             self._unacknowledged.append(_Batch(future, entries))
         return future
 
-    def _first(self, record: ControlRecord) -> Future[LogPosition]:
-        """The future of the first append of this record."""
-        key = record.key()
-        for batch in self._unacknowledged:
-            if any(_control(entry).key() == key for entry in batch.entries):
-                return batch.future
-        # A retired record has no place of its own any more; the end of the log covers it.
-        position = self._state.position_of(record) or self._state.position
-        assert position is not None
-        return _resolved(position)
+    def _last(self) -> Future[LogPosition]:
+        """The future of everything that was appended: also of records that counted before."""
+        if self._unacknowledged:
+            return self._unacknowledged[-1].future
+        return _resolved(self._writer.position)
+
+
+def _count_sessions(entry: Entry) -> int:
+    return len(entry.control.sessions) if isinstance(entry.control, SessionsDone) else 0
 
 
 def _control(entry: Entry) -> ControlRecord:

@@ -10,7 +10,7 @@ from perdure.core.clock import Clock
 from perdure.core.errors import FencedError, StorageError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
-from perdure.core.ids import IncarnationNumber
+from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim, is_fenced
@@ -113,10 +113,10 @@ class Committer:
         incarnation, segment = self._claim.incarnation, written.segment
         placed = zip(pairs, written.offsets, written.checksums, strict=True)
         for (entry, record), offset, checksum in placed:
-            place = (incarnation, segment, offset, len(record), checksum)
-            entry.entry.payload_place = place
+            ref = PayloadRef(incarnation, segment, offset, len(record), checksum)
+            entry.entry.ref = ref
             if entry.control is not None:
-                set_reference(entry.control, place)
+                set_reference(entry.control, ref)
 
     def _commit_controls(self, entries: Sequence[PreparedEntry]) -> None:
         pairs = [(entry, entry.control) for entry in entries if entry.control is not None]
@@ -130,7 +130,7 @@ class Committer:
         )
         incarnation, segment = self._claim.incarnation, written.segment
         for (entry, _), end in zip(pairs, written.ends, strict=True):
-            entry.entry.control_place = (incarnation, segment, end)
+            entry.entry.position = LogPosition(incarnation, segment, end)
 
     def _durably(
         self,

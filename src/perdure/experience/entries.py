@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
-from perdure.core.record_types import RecordType, StopReason
-from perdure.core.records import ControlRecord, Partial, SessionDone
+from perdure.core.records import ControlRecord, Partial, SessionsDone
 from perdure.experience.format import (
-    ControlPlace,
-    PayloadPlace,
     prepare_record,
     prepare_referring_record,
 )
-from perdure.experience.template import RecordTemplate, Shape, Slot
 
 
 class Payload(NamedTuple):
@@ -34,24 +29,14 @@ class Entry:
     reference into the log, and into ``ref`` here.
 
     Attributes:
-        payload_place: What ``ref`` is made of; set before the future of the append resolves.
-        control_place: What ``position`` is made of; set like ``payload_place``.
+        ref: Where the payload lies; set before the future of the append resolves.
+        position: End of the control record in the control log; set like ``ref``.
     """
 
     control: ControlRecord | None
     payload: Payload | None = None
-    payload_place: PayloadPlace | None = None
-    control_place: ControlPlace | None = None
-
-    @property
-    def ref(self) -> PayloadRef | None:
-        """Where the payload lies."""
-        return None if self.payload_place is None else PayloadRef(*self.payload_place)
-
-    @property
-    def position(self) -> LogPosition | None:
-        """End of the control record in the control log."""
-        return None if self.control_place is None else LogPosition(*self.control_place)
+    ref: PayloadRef | None = None
+    position: LogPosition | None = None
 
 
 class PreparedEntry(NamedTuple):
@@ -81,47 +66,8 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
     if payload is None:
         record = prepare_record(control.type, key=key, fields=record_fields(control))
         return PreparedEntry(entry, key, record, None, len(record))
-    if isinstance(control, SessionDone):
-        record = _session_done(control, key)
-    elif isinstance(control, Partial):
+    if isinstance(control, SessionsDone | Partial):
         record = prepare_referring_record(control.type, key=key, fields=record_fields(control))
     else:
         raise ValueError(f"a record of type {control.type.name} refers to no payload")
     return PreparedEntry(entry, key, record, payload.record, len(record) + len(payload.record))
-
-
-def _session_done(record: SessionDone, key: str) -> bytearray:
-    session, parts = record.session, record.parts
-    numbers = (
-        session.group,
-        session.index,
-        record.reward,
-        record.tokens,
-        record.first_version,
-        record.last_version,
-        *parts.values(),
-        *_NOT_PLACED,
-    )
-    return _session_done_template(record.stop_reason, *parts).fill(key, numbers)
-
-
-_NOT_PLACED = (0, 0, 0, 0, 0)
-
-
-@functools.lru_cache(maxsize=256)
-def _session_done_template(stop_reason: StopReason, *parts: str) -> RecordTemplate:
-    number = Slot.UINT64
-    named: dict[str, Shape] = dict.fromkeys(parts, Slot.FLOAT64)
-    return RecordTemplate(
-        RecordType.SESSION_DONE,
-        {
-            "session": [number, number],
-            "reward": Slot.FLOAT64,
-            "stop_reason": stop_reason.value,
-            "tokens": number,
-            "first_version": number,
-            "last_version": number,
-            "parts": named,
-            "payload": [Slot.UINT32, Slot.UINT32, number, number, number],
-        },
-    )

@@ -17,6 +17,7 @@ from perdure.core.ids import (
     LocalUpdate,
     LogPosition,
     PolicyVersion,
+    SessionId,
     UpdateId,
 )
 from perdure.core.records import (
@@ -34,7 +35,7 @@ from perdure.core.records import (
     Redone,
     Refilled,
     SegmentOpened,
-    SessionDone,
+    SessionsDone,
     StepDone,
     Submitted,
     Taken,
@@ -43,7 +44,7 @@ from perdure.core.records import (
     is_void,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.groups import GROUP_RECORDS, Group, GroupTable, group_of
+from perdure.experience.groups import GROUP_RECORDS, Group, GroupTable, SessionBatch
 from perdure.experience.lifecycle import GroupState
 from perdure.experience.reader import Placed
 
@@ -86,13 +87,14 @@ class ExperienceState:
         self._version_of: dict[str, PolicyVersion] = {}
         self._in_step: list[UpdateId] = []
         self._positions: dict[str, LogPosition | None] = {}
+        self._unplaced: dict[SessionId, SessionBatch] = {}
+        """Sessions whose record is not durable yet, by the first of them."""
         self._unretired: list[UpdateId] = []
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             SegmentOpened: _nothing_to_count,
             IncarnationStarted: self.incarnations.append,
             Closed: self.closed.append,
             Submitted: self.table.submit,
-            SessionDone: self.table.session_done,
             GroupSettled: self.table.settle,
             Partial: self._partial,
             ToolResult: self._tool_result,
@@ -159,54 +161,41 @@ class ExperienceState:
         Raises:
             LifecycleError: The record is illegal here; nothing has changed.
         """
-        key = record.key()
-        places = self._places(record)
-        if self.table.known_of_retired(record) if places is None else key in places:
+        if isinstance(record, SessionsDone):
+            counts = self._sessions_done(position, record)
+        elif isinstance(record, GROUP_RECORDS):
+            counts = not self.table.knows(record)
+            if counts:
+                self._handlers[type(record)](record)
+                self.table.note(record)
+        else:
+            counts = record.key() not in self._positions
+            if counts:
+                self._handlers[type(record)](record)
+                self._positions[record.key()] = position
+        if not counts:
             self._refuse_conflict(record)
             return False
-        self._handlers[type(record)](record)
-        if places is None:
-            places = self._places(record)
-        if places is not None:
-            places[key] = position
         self._advance(position)
         return True
 
     def acknowledge(self, entries: Sequence[Entry]) -> None:
         """Records that were applied without a place are durable; their entries know where."""
         for entry in entries:
-            record, place = entry.control, entry.control_place
+            record = entry.control
             assert record is not None
-            assert place is not None
-            if isinstance(record, GROUP_RECORDS):
-                group = self.table.live.get(group_of(record))
-                if group is not None:
-                    group.late.append((record, place, entry.payload_place))
-            else:
-                self._positions[record.key()] = LogPosition(*place)
+            if isinstance(record, SessionsDone):
+                self._unplaced.pop(record.sessions[0]).payload = entry.ref
+            elif not isinstance(record, GROUP_RECORDS):
+                self._positions[record.key()] = entry.position
         self._advance(entries[-1].position)
 
     def position_of(self, record: ControlRecord) -> LogPosition | None:
-        """Where the first record with this key ends; None if absent, retired or not yet durable."""
-        key = record.key()
-        if isinstance(record, GROUP_RECORDS):
-            group = self.table.live.get(group_of(record))
-            return group.positions.get(key) if group is not None else None
-        return self._positions.get(key)
+        """Where the first record with this key ends; None if it is absent or not durable yet.
 
-    def updates_after(self, position: LogPosition | None) -> list[Taken]:
-        """Batches taken beyond a position, in training order: what a redo trains again.
-
-        Batches set aside as poison are left out. None stands for the beginning of the log.
+        Not known of records that concern prompt groups.
         """
-        beyond: list[Taken] = []
-        for record in reversed(self.taken.values()):
-            place = self._positions[record.key()]
-            if position is not None and place is not None and place <= position:
-                break
-            if not self.is_poisoned(record.update):
-                beyond.append(record)
-        return beyond[::-1]
+        return self._positions.get(record.key())
 
     def is_poisoned(self, update: UpdateId) -> bool:
         """Whether the groups of a batch were set aside after killing the trainer."""
@@ -229,14 +218,14 @@ class ExperienceState:
             allowed = (state, GroupState.EVICTED)
             assert all(self.table.state_of(GroupId(g)) in allowed for g in record.groups)
         for group in self.table.live.values():
-            assert group.submitted.key() in group.places
+            assert group.submitted.key() in group.keys
 
-    def _places(self, record: ControlRecord) -> dict[str, LogPosition | None] | None:
-        """Keys that counted beside this record's; None if its group is retired or not yet there."""
-        if not isinstance(record, GROUP_RECORDS):
-            return self._positions
-        group = self.table.live.get(group_of(record))
-        return None if group is None else group.places
+    def _sessions_done(self, position: LogPosition | None, record: SessionsDone) -> bool:
+        batch = SessionBatch(record, None if position is None else record.payload)
+        counts = self.table.sessions_done(batch)
+        if counts and position is None:
+            self._unplaced[record.sessions[0]] = batch
+        return counts
 
     def _advance(self, position: LogPosition | None) -> None:
         if position is not None and (self.position is None or position > self.position):

@@ -7,9 +7,8 @@ without encoding anything again.
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -17,7 +16,7 @@ import numpy as np
 import xxhash
 
 from perdure.core.errors import FutureFormatError
-from perdure.core.ids import IncarnationNumber
+from perdure.core.ids import PayloadRef
 from perdure.core.record_types import RecordType
 from perdure.core.trajectories import Array
 
@@ -40,13 +39,9 @@ _ZEROS = bytes(ALIGNMENT)
 _EXTENT = struct.Struct(">BIBI")
 _REFERENCE = struct.Struct(">BBIBIBQBQBQ")
 _NO_REFERENCE = bytes(_REFERENCE.size)
-_UINT32, _UINT64, _ARRAY_OF_5 = 0xCE, 0xCF, 0x95
+_UINT32, _UINT64 = 0xCE, 0xCF
+_ARRAY_OF_5 = b"\x95"
 _UINT32_MAX = _MAX_BYTES = 2**32 - 1
-
-ControlPlace = tuple[IncarnationNumber, int, int]
-"""What a ``LogPosition`` is made of."""
-PayloadPlace = tuple[IncarnationNumber, int, int, int, int]
-"""What a ``PayloadRef`` is made of. Of most records nobody ever asks: plain tuples are cheaper."""
 
 _KNOWN_TYPES = frozenset(int(number) for number in RecordType)
 
@@ -95,14 +90,17 @@ def prepare_record(
     """
     if arrays is None:
         return _join(record_type, key, _pack(fields), [])
+    arrays = {n: np.asarray(a, a.dtype.newbyteorder("<"), order="C") for n, a in arrays.items()}
     open_fields = _pack({**fields, "arrays": None})[:-1]
-    signature = tuple([(name, a.dtype, a.shape) for name, a in arrays.items()])
-    layout = array_layout(signature, len(open_fields))
-    if layout.swapped:
-        arrays = {name: a.astype(a.dtype.newbyteorder("<")) for name, a in arrays.items()}
-    pieces = layout.pieces.copy()
-    pieces[::2] = [array.tobytes() for array in arrays.values()]
-    return _join(record_type, key, open_fields + layout.listing, pieces)
+    listing, offsets = _list_arrays(arrays, len(open_fields))
+    packed = open_fields + listing
+    pieces: list[bytes | memoryview] = []
+    end = _aligned(HEADER_BYTES + len(packed))
+    for offset, array in zip(offsets, arrays.values(), strict=True):
+        pieces += (bytes(offset - end), array.data)
+        end = offset + array.nbytes
+    pieces.append(padding(end))
+    return _join(record_type, key, packed, pieces)
 
 
 def prepare_referring_record(
@@ -117,27 +115,26 @@ def prepare_referring_record(
     return _join(record_type, key, _pack(fields)[:-1] + _NO_REFERENCE, [])
 
 
-def set_reference(record: bytearray, place: PayloadPlace) -> None:
+def set_reference(record: bytearray, ref: PayloadRef) -> None:
     """Fill in the reference of a record whose last field is ``payload``.
 
-    :func:`prepare_referring_record` left room for it, or a template has all its slots there.
+    :func:`prepare_referring_record` left room for it.
     """
-    incarnation, segment, offset, length, checksum = place
     end = HEADER_BYTES + int.from_bytes(record[12:16], "little")
     _REFERENCE.pack_into(
         record,
         end - _REFERENCE.size,
-        _ARRAY_OF_5,
+        _ARRAY_OF_5[0],
         _UINT32,
-        incarnation,
+        ref.incarnation,
         _UINT32,
-        segment,
+        ref.segment,
         _UINT64,
-        offset,
+        ref.offset,
         _UINT64,
-        length,
+        ref.length,
         _UINT64,
-        checksum,
+        ref.checksum,
     )
 
 
@@ -213,25 +210,15 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
     return arrays
 
 
-def _join(record_type: RecordType, key: str, packed: bytes, arrays: list[bytes]) -> bytearray:
+def _join(
+    record_type: RecordType, key: str, packed: bytes, arrays: Sequence[bytes | memoryview]
+) -> bytearray:
     record = bytearray().join((_ZEROS, packed, padding(len(packed)), *arrays))
     _HEAD.pack_into(
         record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(packed)
     )
-    record[_KEY_HASH_AT:_CHECKSUM_AT] = key_hash(key)
+    _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
     return record
-
-
-def open_header(record_type: RecordType, length: int, fields_length: int) -> tuple[bytes, bytes]:
-    """The header of a record that is not stamped: what precedes and what follows the key's hash."""
-    units = length // ALIGNMENT
-    head = _HEAD.pack(MAGIC, FORMAT_VERSION, record_type, units, fields_length)
-    return head.ljust(_KEY_HASH_AT, b"\0"), _NO_CHECKSUM
-
-
-def key_hash(key: str) -> bytes:
-    """The hash of an idempotency key as the header has it."""
-    return _KEY_HASH.pack(xxhash.xxh3_64_intdigest(key.encode()))
 
 
 def padding(length: int) -> bytes:
@@ -239,53 +226,28 @@ def padding(length: int) -> bytes:
     return _ZEROS[: -length % ALIGNMENT]
 
 
-ArraySignature = tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]
-"""Name, dtype and shape of each array of a record."""
-
-
-class ArrayLayout(NamedTuple):
-    """Where arrays of given names, dtypes and shapes lie behind fields of a given length.
-
-    Attributes:
-        listing: The value of the field ``arrays``, packed.
-        pieces: What follows the fields: by turns an array (left empty here) and its padding.
-        end: Length of the record.
-        swapped: Some are big-endian and must be turned round.
-    """
-
-    listing: bytes
-    pieces: list[bytes]
-    end: int
-    swapped: bool
-
-
-def array_layout(signature: ArraySignature, open_length: int) -> ArrayLayout:
-    """The layout of arrays behind ``open_length`` bytes of other fields.
-
-    Raises:
-        ValueError: The record would take 4 GiB or more.
+def _list_arrays(arrays: Mapping[str, Array], open_length: int) -> tuple[bytes, list[int]]:
+    """The value of the field ``arrays``, packed, behind ``open_length`` bytes of other fields; and
+    the offset of each array.
     """
     # The offsets depend on the length of the fields that list them: they get a fixed width.
-    head = _pack([None] * len(signature))[: -len(signature) or None]
+    head = _pack([None] * len(arrays))[: -len(arrays) or None]
     names = [
-        b"\x95" + _pack([name, dtype.newbyteorder("<").str, shape])[1:]
-        for name, dtype, shape in signature
+        _ARRAY_OF_5 + _pack([name, array.dtype.str, array.shape])[1:]
+        for name, array in arrays.items()
     ]
-    listed = len(head) + sum(len(name) + _EXTENT.size for name in names)
+    listed = len(head) + sum([len(name) + _EXTENT.size for name in names])
     offset = _aligned(HEADER_BYTES + open_length + listed)
-    entries = [head]
-    pieces: list[bytes] = []
-    for name, (_, dtype, shape) in zip(names, signature, strict=True):
-        size = math.prod(shape) * dtype.itemsize
+    listing, offsets = [head], list[int]()
+    for name, array in zip(names, arrays.values(), strict=True):
         # An offset that does not fit is refused below, by the end of the record.
-        extent = _EXTENT.pack(_UINT32, offset & _UINT32_MAX, _UINT32, size & _UINT32_MAX)
-        entries += (name, extent)
-        pieces += (b"", padding(size))
-        offset = _aligned(offset + size)
+        extent = (_UINT32, offset & _UINT32_MAX, _UINT32, array.nbytes & _UINT32_MAX)
+        listing += (name, _EXTENT.pack(*extent))
+        offsets.append(offset)
+        offset = _aligned(offset + array.nbytes)
     if offset > _MAX_BYTES:
         raise ValueError(f"a record would take {offset} bytes; at most {_MAX_BYTES} fit")
-    swapped = any(dtype.str[0] == ">" for _, dtype, _ in signature)
-    return ArrayLayout(b"".join(entries), pieces, offset, swapped)
+    return b"".join(listing), offsets
 
 
 def _pack(value: object) -> bytes:

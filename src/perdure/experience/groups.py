@@ -7,36 +7,53 @@ stay in memory.
 
 from __future__ import annotations
 
-import dataclasses
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from perdure.core.errors import LifecycleError
-from perdure.core.ids import GroupId, LogPosition, PayloadRef, PolicyVersion, SessionId
+from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
-    ControlRecord,
     Evicted,
     GroupSettled,
     Partial,
     Refilled,
-    SessionDone,
+    SessionsDone,
     Submitted,
     ToolResult,
 )
-from perdure.experience.format import ControlPlace, PayloadPlace
 from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
 
-GroupRecord = Submitted | SessionDone | GroupSettled | Partial | ToolResult | Evicted | Refilled
+GroupRecord = Submitted | GroupSettled | Partial | ToolResult | Evicted | Refilled
 """Records that concern a single prompt group."""
-GROUP_RECORDS = (Submitted, SessionDone, GroupSettled, Partial, ToolResult, Evicted, Refilled)
-LateRecord = tuple[GroupRecord, ControlPlace, PayloadPlace | None]
-"""A record that counted before it was durable, and where it came to lie.
+GROUP_RECORDS = (Submitted, GroupSettled, Partial, ToolResult, Evicted, Refilled)
 
-Most groups are trained and forgotten before anybody asks for it, so it is worked out on demand.
-"""
+
+@dataclass(slots=True)
+class SessionBatch:
+    """Sessions settled by one record; ``payload`` is None while the record is not durable."""
+
+    record: SessionsDone
+    payload: PayloadRef | None
+
+
+class SettledSession(NamedTuple):
+    """A session that is done: a row of a record."""
+
+    batch: SessionBatch
+    row: int
+
+    @property
+    def reward(self) -> float:
+        return self.batch.record.rewards[self.row]
+
+    @property
+    def last_version(self) -> PolicyVersion:
+        """Highest policy version that generated some of it."""
+        return self.batch.record.last_versions[self.row]
 
 
 @dataclass(slots=True)
@@ -46,44 +63,22 @@ class Group:
     Attributes:
         reason: Why the group failed.
         uniform: Finished with equal rewards in several sessions: nothing to learn from.
-        counted: Session index → its settled record; its payload may not be known yet.
-        places: Idempotency key → where its first record ends, as far as it was looked at.
-        late: Records of the two above that became durable since, and where they lie.
+        done: Session index → its settled reward.
+        keys: Idempotency keys of the group's own records that counted.
     """
 
     submitted: Submitted
     state: GroupState = GroupState.PENDING
     reason: str = ""
     uniform: bool = False
-    counted: dict[int, SessionDone] = field(default_factory=dict[int, SessionDone])
-    places: dict[str, LogPosition | None] = field(default_factory=dict[str, "LogPosition | None"])
-    late: list[LateRecord] = field(default_factory=list["LateRecord"])
-
-    @property
-    def done(self) -> dict[int, SessionDone]:
-        """Session index → its settled record."""
-        self._settle_late()
-        return self.counted
-
-    @property
-    def positions(self) -> dict[str, LogPosition | None]:
-        """Idempotency key → where its first record ends (None while it is not durable)."""
-        self._settle_late()
-        return self.places
+    done: dict[int, SettledSession] = field(default_factory=dict[int, SettledSession])
+    keys: set[str] = field(default_factory=set[str])
 
     @property
     def missing(self) -> tuple[SessionId, ...]:
         """Sessions without a settled reward, by index."""
         group, count = self.submitted.group, self.submitted.sessions
-        return tuple([SessionId(group, i) for i in range(count) if i not in self.counted])
-
-    def _settle_late(self) -> None:
-        late, self.late = self.late, []
-        for record, position, payload in late:
-            self.places[record.key()] = LogPosition(*position)
-            if isinstance(record, SessionDone) and payload is not None:
-                placed = dataclasses.replace(record, payload=PayloadRef(*payload))
-                self.counted[record.session.index] = placed
+        return tuple([SessionId(group, i) for i in range(count) if i not in self.done])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,7 @@ class Retired:
 
 def group_of(record: GroupRecord) -> GroupId:
     """The group a record concerns (for a refill: the group it replaces)."""
-    if isinstance(record, SessionDone | Partial | ToolResult):
+    if isinstance(record, Partial | ToolResult):
         return record.session.group
     return record.replaces if isinstance(record, Refilled) else record.group
 
@@ -141,15 +136,16 @@ class GroupTable:
         retired = self.retired.get(group)
         return retired.state if retired is not None else self._live(group).state
 
-    def known_of_retired(self, record: ControlRecord) -> bool:
-        """Whether a record with this key counted before its group was retired."""
-        if not isinstance(record, GROUP_RECORDS):
-            return False
+    def knows(self, record: GroupRecord) -> bool:
+        """Whether a record with this key has counted."""
+        live = self.live.get(group_of(record))
+        if live is not None:
+            return record.key() in live.keys
         retired = self.retired.get(group_of(record))
         if retired is None:
             return False
         match record:
-            case SessionDone() | Partial() | ToolResult():
+            case Partial() | ToolResult():
                 return bool(retired.done >> record.session.index & 1)
             case Evicted():
                 return retired.state is GroupState.EVICTED
@@ -157,6 +153,20 @@ class GroupTable:
                 return retired.state is GroupState.EVICTED and record.replaces not in self.owed
             case _:
                 return True
+
+    def note(self, record: GroupRecord) -> None:
+        """Remember that a record with this key has counted."""
+        live = self.live.get(group_of(record))
+        if live is not None:
+            live.keys.add(record.key())
+
+    def is_settled(self, session: SessionId) -> bool:
+        """Whether the session's reward is settled."""
+        live = self.live.get(session.group)
+        if live is not None:
+            return session.index in live.done
+        retired = self.retired.get(session.group)
+        return retired is not None and bool(retired.done >> session.index & 1)
 
     # Each of the methods below validates everything before it changes anything.
 
@@ -179,13 +189,9 @@ class GroupTable:
 
     def progress(self, session: SessionId) -> None:
         """A session was started or left something durable."""
-        self._progress(session)
-
-    def _progress(self, session: SessionId) -> Group:
         group = self._live(session.group)
         self._check_index(group, session)
         self._move(group, GroupEvent.PROGRESS)
-        return group
 
     def require_open(self, session: SessionId) -> None:
         """Raises ``LifecycleError`` unless the session's group is pending or running."""
@@ -193,11 +199,22 @@ class GroupTable:
         self._check_index(group, session)
         advance(session.group, group.state, GroupEvent.PROGRESS)
 
-    def session_done(self, record: SessionDone) -> None:
-        """A session's reward is settled."""
-        group = self._progress(record.session)
-        group.counted[record.session.index] = record
-        self.newest_version = max(self.newest_version, record.last_version)
+    def sessions_done(self, batch: SessionBatch) -> bool:
+        """Rewards of sessions are settled; False if those of all of them were before."""
+        sessions = batch.record.sessions
+        rows = [row for row, session in enumerate(sessions) if not self.is_settled(session)]
+        if len(rows) > 1 and len({sessions[row] for row in rows}) < len(rows):
+            raise _illegal(sessions[rows[0]].group, "a session occurs twice in one record")
+        for row in rows:
+            self.require_open(sessions[row])
+        for row in rows:
+            group = self.live[sessions[row].group]
+            if group.state is GroupState.PENDING:
+                self._move(group, GroupEvent.PROGRESS)
+            group.done[sessions[row].index] = SettledSession(batch, row)
+        versions = batch.record.last_versions
+        self.newest_version = max((self.newest_version, *[versions[row] for row in rows]))
+        return bool(rows)
 
     def settle(self, record: GroupSettled) -> None:
         """A group becomes terminal."""
@@ -210,8 +227,8 @@ class GroupTable:
         group.reason = record.reason
         del self._open[record.group]
         if finished:
-            rewards = {session.reward for session in group.counted.values()}
-            group.uniform = len(rewards) == 1 < len(group.counted)
+            rewards = {session.reward for session in group.done.values()}
+            group.uniform = len(rewards) == 1 < len(group.done)
             insort(self._finished, record.group)
         else:
             self._failed[record.group] = None
@@ -266,7 +283,7 @@ class GroupTable:
             return
         assert live.state in (GroupState.TRAINED, GroupState.EVICTED)
         # In this order a group has a state at every moment, also for a thread that only looks.
-        self.retired[group] = Retired(live.state, sum(1 << index for index in live.counted))
+        self.retired[group] = Retired(live.state, sum([1 << index for index in live.done]))
         del self.live[group]
 
     def check(self) -> None:
@@ -286,7 +303,7 @@ class GroupTable:
         assert self.counts[GroupState.EVICTED] == len(self.owed) + len(self.refills)
         assert self.counts[GroupState.EVICTED] == sum(self.evictions.values())
         for group in self.live.values():
-            assert all(0 <= i < group.submitted.sessions for i in group.counted)
+            assert all(0 <= i < group.submitted.sessions for i in group.done)
             if group.state not in (*OPEN, GroupState.FAILED):
                 assert not group.missing
 

@@ -2,66 +2,73 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from perdure.core.errors import DamagedError
-from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
+from perdure.core.ids import PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
 from perdure.experience.entries import Payload
-from perdure.experience.format import parse_record, record_arrays, record_body
+from perdure.experience.format import parse_record, prepare_record, record_arrays, record_body
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
-from perdure.experience.template import RecordTemplate, Slot
 
 _MAX_MAPS = 64
-_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
-_DTYPES = (np.dtype("<i4"), np.dtype("<i4"), np.dtype("<f4"), np.dtype("|u1"))
+_MAX_PARSED = 16
+_ENDS = np.dtype("<i8")
+_IDS = np.dtype("<i4")
+_LOGPROBS = np.dtype("<f4")
+_MASK = np.dtype("|u1")
 
 
-def trajectory_payload(trajectory: Trajectory) -> Payload:
-    """The payload record of a session's trajectory. The arrays are copied.
+def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
+    """The payload record of the trajectories of some sessions. The arrays are copied.
 
     Raises:
         TypeError: An array is not of the type that the format gives it.
     """
-    arrays = (
-        trajectory.prompt_ids_P,
-        trajectory.response_ids_T,
-        trajectory.logprobs_T,
-        trajectory.loss_mask_T,
+    key = f"trajectories/{trajectories[0].session.key()}"
+    fields = {
+        "sessions": [(t.session.group, t.session.index) for t in trajectories],
+        "segments": [[(s.version, s.start, s.end) for s in t.segments] for t in trajectories],
+        "stop_reasons": [t.stop_reason.value for t in trajectories],
+    }
+    prompts = [t.prompt_ids_P for t in trajectories]
+    responses = [t.response_ids_T for t in trajectories]
+    arrays = {
+        "prompt_ends": _ends(prompts),
+        "response_ends": _ends(responses),
+        "prompt_ids": _joined(prompts, _IDS),
+        "response_ids": _joined(responses, _IDS),
+        "logprobs": _joined([t.logprobs_T for t in trajectories], _LOGPROBS),
+        "loss_mask": _joined([t.loss_mask_T for t in trajectories], _MASK),
+    }
+    return Payload(
+        key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
     )
-    if tuple([array.dtype for array in arrays]) != _DTYPES:
-        turned = zip(arrays, _DTYPES, strict=True)
-        arrays = [array.astype(dtype, casting="equiv") for array, dtype in turned]
-    session, segments = trajectory.session, trajectory.segments
-    numbers: list[int] = [session.group, session.index]
-    for segment in segments:
-        numbers += (segment.version, segment.start, segment.end)
-    lengths = [len(array) for array in arrays]
-    template = _trajectory_template(trajectory.stop_reason, len(segments), *lengths)
-    key = f"trajectory/{session.key()}"
-    return Payload(key, template.fill(key, numbers, [array.tobytes() for array in arrays]))
 
 
-@functools.lru_cache(maxsize=1024)
-def _trajectory_template(stop_reason: StopReason, segments: int, *lengths: int) -> RecordTemplate:
-    number = Slot.UINT64
-    shapes = [(length,) for length in lengths]
-    return RecordTemplate(
-        RecordType.TRAJECTORY,
-        {
-            "session": [number, number],
-            "segments": [[number, number, number] for _ in range(segments)],
-            "stop_reason": stop_reason.value,
-        },
-        arrays=tuple(zip(_ARRAYS, _DTYPES, shapes, strict=True)),
-    )
+def _ends(arrays: Sequence[Array]) -> Array:
+    return np.cumsum([len(array) for array in arrays], dtype=_ENDS)
+
+
+def _joined(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+    return np.concatenate(arrays, dtype=dtype, casting="equiv")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parsed:
+    """A verified payload record: type, fields, and read-only views of its arrays."""
+
+    type: RecordType
+    fields: dict[str, Any]
+    arrays: dict[str, Array]
 
 
 class PayloadReader:
@@ -73,6 +80,7 @@ class PayloadReader:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._maps: OrderedDict[SegmentName, memoryview] = OrderedDict()
+        self._parsed: OrderedDict[PayloadRef, _Parsed] = OrderedDict()
 
     def read(self, ref: PayloadRef) -> tuple[RecordType, dict[str, Any], dict[str, Array]]:
         """Type, fields and arrays of a payload record, its checksum verified.
@@ -80,6 +88,44 @@ class PayloadReader:
         Raises:
             DamagedError: The reference does not lead to a valid record with its checksum.
         """
+        parsed = self._parsed.pop(ref, None) or self._parse(ref)
+        self._parsed[ref] = parsed
+        if len(self._parsed) > _MAX_PARSED:
+            self._parsed.popitem(last=False)
+        return parsed.type, parsed.fields, parsed.arrays
+
+    def trajectory(self, ref: PayloadRef, *, row: int, session: SessionId) -> Trajectory:
+        """The trajectory in a row of a record.
+
+        Raises:
+            DamagedError: The reference does not lead to a valid record with that session there.
+        """
+        record_type, fields, arrays = self.read(ref)
+        is_right = record_type is RecordType.TRAJECTORIES and row < len(fields["sessions"])
+        if not is_right or fields["sessions"][row] != [session.group, session.index]:
+            raise DamagedError(
+                f"row {row} of a record of type {record_type.name} is not {session.key()}",
+                where=SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment).path,
+                rule="sessions_done refers to the trajectories of its sessions, in order",
+            )
+        prompt = _extent(arrays["prompt_ends"], row)
+        response = _extent(arrays["response_ends"], row)
+        return Trajectory(
+            session=session,
+            prompt_ids_P=arrays["prompt_ids"][prompt],
+            response_ids_T=arrays["response_ids"][response],
+            logprobs_T=arrays["logprobs"][response],
+            loss_mask_T=arrays["loss_mask"][response],
+            segments=tuple(
+                [
+                    Segment(PolicyVersion(version), start, end)
+                    for version, start, end in fields["segments"][row]
+                ]
+            ),
+            stop_reason=StopReason(fields["stop_reasons"][row]),
+        )
+
+    def _parse(self, ref: PayloadRef) -> _Parsed:
         name = SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment)
         view = self._map(name, ref.offset + ref.length)
         header = parse_record(view, ref.offset, where=name.path)
@@ -88,35 +134,7 @@ class PayloadReader:
                 name, ref.offset, "not the record referred to", rule="payload never changes"
             )
         fields = record_body(view, ref.offset, header)
-        return RecordType(header.type), fields, record_arrays(view, ref.offset, fields)
-
-    def trajectory(self, ref: PayloadRef) -> Trajectory:
-        """The trajectory of a finished session.
-
-        Raises:
-            DamagedError: The reference does not lead to a valid trajectory.
-        """
-        record_type, fields, arrays = self.read(ref)
-        if record_type is not RecordType.TRAJECTORY:
-            raise DamagedError(
-                f"a record of type {record_type.name} is no trajectory",
-                where=SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment).path,
-                rule="session_done refers to a trajectory",
-            )
-        group, index = fields["session"]
-        segments = (
-            Segment(PolicyVersion(version), start, end)
-            for version, start, end in fields["segments"]
-        )
-        return Trajectory(
-            session=SessionId(GroupId(group), index),
-            prompt_ids_P=arrays["prompt_ids"],
-            response_ids_T=arrays["response_ids"],
-            logprobs_T=arrays["logprobs"],
-            loss_mask_T=arrays["loss_mask"],
-            segments=tuple(segments),
-            stop_reason=StopReason(fields["stop_reason"]),
-        )
+        return _Parsed(RecordType(header.type), fields, record_arrays(view, ref.offset, fields))
 
     def _map(self, name: SegmentName, length: int) -> memoryview:
         view = self._maps.pop(name, None)
@@ -127,3 +145,7 @@ class PayloadReader:
         if len(self._maps) > _MAX_MAPS:
             self._maps.popitem(last=False)
         return view
+
+
+def _extent(ends: Array, row: int) -> slice:
+    return slice(int(ends[row - 1]) if row else 0, int(ends[row]))

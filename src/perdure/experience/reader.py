@@ -14,7 +14,7 @@ from perdure.core.records import (
     IncarnationStarted,
     Partial,
     Published,
-    SessionDone,
+    SessionsDone,
     is_void,
 )
 from perdure.core.storage_api import Storage
@@ -205,7 +205,7 @@ def _check_references(
         for span in extent.payload
     }
     for position, record in placed:
-        if not isinstance(record, SessionDone | Partial):
+        if not isinstance(record, SessionsDone | Partial):
             continue
         ref = record.payload
         view = views.get((ref.incarnation, ref.segment))

@@ -1,9 +1,9 @@
 """The experience of a run that is being written: the fold in memory, the log on disk.
 
 Every method validates its transition against the fold at once, then appends to the log; what it
-returns resolves when the record is acknowledged. Repeating an append whose key is in the kept
-lineage changes nothing and gives the place of the first one, so a step that is trained again calls
-the same methods. The first failure of the log is final: every later call raises it.
+returns resolves when the record is acknowledged, and gives the end of the log as it is then.
+Repeating an append whose key is in the kept lineage changes nothing, so a step that is trained
+again calls the same methods. The first failure of the log is final: every later call raises it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
 
 from perdure.core.errors import LifecycleError, TrainingError
 from perdure.core.ids import (
@@ -22,7 +19,6 @@ from perdure.core.ids import (
     GroupId,
     IncarnationNumber,
     LogPosition,
-    PayloadRef,
     SessionId,
     UpdateId,
 )
@@ -38,7 +34,7 @@ from perdure.core.records import (
     Partial,
     Refilled,
     SegmentOpened,
-    SessionDone,
+    SessionsDone,
     Submitted,
     Taken,
 )
@@ -46,16 +42,15 @@ from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience.appender import Appender
 from perdure.experience.claims import Claim
-from perdure.experience.entries import Entry
+from perdure.experience.finished import FinishedSession, session_entries
 from perdure.experience.fold import ExperienceState
 from perdure.experience.groups import Group
 from perdure.experience.lifecycle import OPEN, GroupState
-from perdure.experience.payloads import PayloadReader, trajectory_payload
+from perdure.experience.payloads import PayloadReader
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 
-_NOT_PLACED = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
-_NOT_BY_HAND = (SegmentOpened, IncarnationStarted, Closed, SessionDone, Partial)
+_NOT_BY_HAND = (SegmentOpened, IncarnationStarted, Closed, SessionsDone, Partial)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +62,6 @@ class OpenGroup:
 
     submitted: Submitted
     missing: tuple[SessionId, ...]
-
-
-class FinishedSession(NamedTuple):
-    """A session to log.
-
-    Attributes:
-        trajectory: Must not change afterwards.
-        reward: Finite.
-        parts: Named components of the reward.
-    """
-
-    trajectory: Trajectory
-    reward: float
-    parts: Mapping[str, float]
 
 
 class ExperienceStore:
@@ -153,10 +134,17 @@ class ExperienceStore:
         Raises:
             TrainingError: A reward is not finite; nothing was logged.
             TypeError: An array is not of the type that the format gives it; nothing was logged.
-            LifecycleError: A session is unknown or its group is terminal; those before it count.
+            LifecycleError: A session is unknown or its group is terminal. Of more than
+                ``MAX_SESSIONS``, or more than ``MAX_BYTES`` of arrays, those in front may count.
         """
-        entries = [(_session_entry(session), session.trajectory) for session in sessions]
-        return self._appender.append_sessions(entries, settled=settled)
+        for session in sessions:
+            _check(session)
+        with self._lock:
+            fresh: dict[SessionId, FinishedSession] = {}
+            for session in sessions:
+                if not self.state.table.is_settled(session.trajectory.session):
+                    fresh.setdefault(session.trajectory.session, session)
+            return self._appender.append_sessions(session_entries(fresh.values()), settled=settled)
 
     def settle(
         self, group: GroupId, outcome: GroupOutcome, reason: str = ""
@@ -269,7 +257,7 @@ class ExperienceStore:
                 )
             indexes = range(live.submitted.sessions)
             trajectories = tuple([self._trajectory(live, index) for index in indexes])
-            rewards = tuple([live.counted[index].reward for index in indexes])
+            rewards = tuple([live.done[index].reward for index in indexes])
             return RewardedGroup(group, trajectories, rewards)
 
     def release(self, groups: Iterable[GroupId]) -> None:
@@ -312,29 +300,21 @@ class ExperienceStore:
             self._cache.check()
 
     def _trajectory(self, group: Group, index: int) -> Trajectory:
-        cached = self._cache.get(group.counted[index].session)
-        return cached if cached is not None else self._reader.trajectory(group.done[index].payload)
+        session = SessionId(group.submitted.group, index)
+        cached = self._cache.get(session)
+        if cached is not None:
+            return cached
+        batch, row = group.done[index]
+        assert batch.payload is not None, "what is not durable stays in the cache"
+        return self._reader.trajectory(batch.payload, row=row, session=session)
 
 
-def _session_entry(session: FinishedSession) -> Entry:
-    trajectory, reward = session.trajectory, session.reward
-    if not math.isfinite(reward):
+def _check(session: FinishedSession) -> None:
+    session.trajectory.check()
+    if not math.isfinite(session.reward):
         raise TrainingError(
-            f"the reward is {reward}",
-            where=f"session {trajectory.session.key()}",
+            f"the reward is {session.reward}",
+            where=f"session {session.trajectory.session.key()}",
             rule="a reward is a finite number",
             way_out="repair the reward function, or let the group fail",
         )
-    trajectory.check()
-    versions = [segment.version for segment in trajectory.segments]
-    record = SessionDone(
-        session=trajectory.session,
-        payload=_NOT_PLACED,
-        reward=float(reward),
-        stop_reason=trajectory.stop_reason,
-        tokens=int(np.count_nonzero(trajectory.loss_mask_T)),
-        first_version=min(versions),
-        last_version=max(versions),
-        parts={name: float(value) for name, value in session.parts.items()},
-    )
-    return Entry(record, trajectory_payload(trajectory))

@@ -28,7 +28,7 @@ class TrajectoryCache:
         self._held[self._added] = trajectory
         self._numbers.setdefault(session.group, {})[session.index] = self._added
         self._added += 1
-        self._bytes += _bytes(trajectory)
+        self._bytes += trajectory.nbytes
         self._make_room()
 
     def get(self, session: SessionId) -> Trajectory | None:
@@ -48,7 +48,7 @@ class TrajectoryCache:
 
     def check(self) -> None:
         """Assert that the byte count and the indexes agree with what is held."""
-        assert sum(map(_bytes, self._held.values())) == self._bytes
+        assert sum(trajectory.nbytes for trajectory in self._held.values()) == self._bytes
         assert list(self._held) == sorted(self._held)
         assert all(self._numbers.values())
         assert {
@@ -68,17 +68,8 @@ class TrajectoryCache:
 
     def _drop(self, number: int) -> None:
         trajectory = self._held.pop(number)
-        self._bytes -= _bytes(trajectory)
+        self._bytes -= trajectory.nbytes
         numbers = self._numbers[trajectory.session.group]
         del numbers[trajectory.session.index]
         if not numbers:
             del self._numbers[trajectory.session.group]
-
-
-def _bytes(trajectory: Trajectory) -> int:
-    return (
-        trajectory.prompt_ids_P.nbytes
-        + trajectory.response_ids_T.nbytes
-        + trajectory.logprobs_T.nbytes
-        + trajectory.loss_mask_T.nbytes
-    )

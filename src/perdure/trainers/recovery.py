@@ -242,7 +242,7 @@ async def _drop_abandoned(ctx: TrainContext) -> None:
     current = state.version_of(await ctx.runtime.policy_digest())
 
     def is_abandoned(group: GroupId) -> bool:
-        return any(d.last_version != current for d in state.groups[group].counted.values())
+        return any(d.last_version != current for d in state.groups[group].done.values())
 
     begun = [g.submitted.group for g in state.table.open() if is_abandoned(g.submitted.group)]
     finished = [group for group in state.table.finished if is_abandoned(group)]
