@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -110,8 +111,25 @@ def test_drift_of_other_runs_is_reported_under_a_new_version(
     launch.resume(run, display=events)
     assert [fields["equal"] for fields in events.of("redone")] == [False, False]
     assert events.of("published")[0]["version"] == before + 1
-    digests = [record.digest for record in state_of(run).published.values()]
+    state = state_of(run)
+    digests = [record.digest for record in state.published.values()]
     assert len(digests) == len(set(digests))
+    _check_drifted_curve(run, state)
+
+
+def _check_drifted_curve(run: Path, state: ExperienceState) -> None:
+    """The curve shows the steps as they came out last, each once, also where it is drawn."""
+    kept = [record.digest for record in state.redone.values()]
+    logged = [state.step_done[GlobalStep(step)].digest for step in (1, 2)]
+    assert kept != logged
+    lines = (run / "metrics/steps.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["global_step"] for row in rows] == list(state.step_done)
+    assert [row["digest"] for row in rows][:2] == kept
+    assert [row["metrics"] for row in rows][:2] == [
+        dict(sorted(record.metrics.items())) for record in state.redone.values()
+    ]
+    assert rows[0]["metrics"]
 
 
 def _drifting(update: Callable[..., Any]) -> Callable[..., Any]:

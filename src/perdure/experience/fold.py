@@ -6,6 +6,7 @@ alike, so what a running store believes is what a restart will find.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -141,6 +142,18 @@ class ExperienceState:
         while (update := UpdateId(step, LocalUpdate(len(found)))) in self.taken:
             found.append(self.taken[update])
         return found
+
+    def curve(self) -> list[StepDone]:
+        """Each step that is done as it last came out: a redo that drifted supersedes the record."""
+        last = {step: redone for (step, _), redone in self.redone.items()}
+        return [
+            dataclasses.replace(
+                done, digest=again.digest, metrics=again.metrics, timings_s=again.timings_s
+            )
+            if (again := last.get(step)) is not None and not again.equal
+            else done
+            for step, done in self.step_done.items()
+        ]
 
     @property
     def next_update(self) -> UpdateId:

@@ -144,9 +144,7 @@ def _open(
     metrics = stack.enter_context(
         MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
     )
-    metrics.rebuild(
-        steps=store.state.step_done.values(), evaluations=store.state.evaluated.values()
-    )
+    metrics.rebuild(steps=store.state.curve(), evaluations=store.state.evaluated.values())
     prompts = launch.config.validation.prompts
     return TrainContext(
         config=launch.config,

@@ -42,6 +42,9 @@ async def redo(ctx: TrainContext) -> None:
         complete = ctx.progress.local_updates == ctx.config.trainer.local_updates_per_step
         if complete and logged is not None:
             await _confirm(ctx, update.global_step, logged)
+    if any(not record.equal for record in ctx.store.state.redone.values()):
+        state = ctx.store.state
+        ctx.metrics.rebuild(steps=state.curve(), evaluations=state.evaluated.values())
     ctx.faults.reach(FaultPoint.REDO_DONE)
     seconds = ctx.clock.monotonic_s() - started_s
     ctx.events("redo_finished", {"local_updates": len(updates), "seconds": seconds})
@@ -53,7 +56,14 @@ async def _confirm(ctx: TrainContext, step: GlobalStep, logged: StepDone) -> Non
     equal = again.digest == logged.digest
     if not equal and ctx.config.deterministic:
         raise diverged(f"global step {step}", again=again.digest, logged=logged.digest)
-    record = Redone(step, again.digest, equal, ctx.store.incarnation)
+    record = Redone(
+        step,
+        again.digest,
+        equal,
+        ctx.store.incarnation,
+        metrics=again.metrics,
+        timings_s=again.timings_s,
+    )
     await acknowledged(ctx.store, ctx.store.append(record))
     ctx.events("redone", {"global_step": step, "digest": again.digest, "equal": equal})
     ctx.progress.complete(step)
