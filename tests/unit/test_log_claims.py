@@ -91,8 +91,22 @@ def test_log_second_start_is_refused_while_the_first_is_alive() -> None:
     assert "--take-over" in str(raised.value)
     assert highest_incarnation(storage) == 1
     taken = make_claim(other, take_over=True)
-    assert (taken.incarnation, taken.took_over, taken.lock) == (2, True, None)
+    assert (taken.incarnation, taken.took_over) == (2, True)
     taken.release()
+
+
+def test_log_who_took_over_is_a_holder_too() -> None:
+    storage = MemoryStorage()
+    make_run(storage)
+    fenced, taker = storage.open_as_new_process(), storage.open_as_new_process()
+    make_claim(fenced)
+    make_claim(taker, take_over=True)
+    fenced.die()
+    with pytest.raises(RunBusyError, match="incarnation 2"):
+        make_claim(storage)
+    assert highest_incarnation(storage) == 2
+    taker.die()
+    assert make_claim(storage).took_over is False
 
 
 def test_log_dead_holder_is_no_obstacle() -> None:

@@ -5,7 +5,7 @@ from perdure.experience.finished import FinishedSession
 from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupEvent, GroupState
 from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
-from perdure.experience.staleness import AgePolicy, Decision, decide
+from perdure.experience.age_policy import AgePolicy, Decision, decide
 from perdure.experience.store import ExperienceStore, OpenGroup
 from perdure.experience.writer import LogOptions
 

@@ -5,6 +5,7 @@ The protocol and why it is safe at any interleaving: ``docs/design/fencing.md``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping
@@ -58,20 +59,19 @@ class Claim:
 
     Attributes:
         parent: Newest earlier incarnation that started; 0 if there is none.
-        took_over: Claimed while somebody else held the kernel lock.
-        lock: Kernel lock on the run; None after a take-over.
+        took_over: Claimed while somebody else held the run.
+        lock: Kernel lock that tells others that the run is held.
     """
 
     run: RunInfo
     incarnation: IncarnationNumber
     parent: IncarnationNumber
-    took_over: bool = False
-    lock: RunLock | None = None
+    took_over: bool
+    lock: RunLock
 
     def release(self) -> None:
         """Give up the kernel lock; the claim stays the highest."""
-        if self.lock is not None:
-            self.lock.release()
+        self.lock.release()
 
 
 def create_run(storage: Storage, info: RunInfo) -> RunInfo:
@@ -154,22 +154,28 @@ def claim(
         raise DamagedError(
             f"this is run {run.run_id}", where=RUN_FILE, rule=f"run {run_id} was expected"
         )
-    lock = storage.lock(LOCK_FILE)
-    if lock is None and not take_over:
-        raise _busy(storage)
-    try:
+    with contextlib.ExitStack() as stack:
+        lock = storage.lock(LOCK_FILE)
+        if lock is not None:
+            stack.callback(lock.release)
+        elif not take_over:
+            raise _busy(storage)
         _check_incarnations(storage, run_id)
+        took_over = lock is None or _is_held_by_taker(storage)
+        if took_over and not take_over:
+            raise _busy(storage)
         holder = info or Holder.here()
-        incarnation = _link(storage, run_id, clock, holder=holder, took_over=lock is None)
+        incarnation = _link(storage, run_id, clock, holder=holder, took_over=took_over)
+        if lock is None:
+            lock = storage.lock(_taker_lock(incarnation))
+            assert lock is not None, "nobody else has this incarnation"
+            stack.callback(lock.release)
         faults.reach(FaultPoint.CLAIM_LINKED)
         _seal_below(storage, incarnation, run_id=run_id)
         faults.reach(FaultPoint.CLAIM_SEALED)
         parent = newest_started(storage, run_id=run_id, below=incarnation)
-    except Exception:
-        if lock is not None:
-            lock.release()
-        raise
-    return Claim(run, incarnation, parent, took_over=lock is None, lock=lock)
+        stack.pop_all()
+    return Claim(run, incarnation, parent, took_over=took_over, lock=lock)
 
 
 def incarnation_path(incarnation: int) -> str:
@@ -231,6 +237,23 @@ def _check_incarnations(storage: Storage, run_id: str) -> None:
                 rule=f"it must be of incarnation {number} of run {run_id}",
                 way_out=_COPY,
             )
+
+
+def _is_held_by_taker(storage: Storage) -> bool:
+    """Whether the newest claimant lives and holds a lock of its own, having taken the run over."""
+    number = highest_incarnation(storage)
+    path = _taker_lock(number)
+    if not storage.exists(path):
+        return False
+    lock = storage.lock(path)
+    if lock is not None:
+        lock.release()
+    return lock is None
+
+
+def _taker_lock(incarnation: int) -> str:
+    """Lock of an incarnation that took over from a process that still held ``LOCK_FILE``."""
+    return f"{LOCK_FILE}-{incarnation}"
 
 
 def _link(
