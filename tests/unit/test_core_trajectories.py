@@ -33,7 +33,7 @@ def _trajectory(**changes: Any) -> Trajectory:
 def test_a_whole_trajectory_passes_and_knows_its_versions() -> None:
     trajectory = _trajectory()
     trajectory.check()
-    assert (trajectory.first_version, trajectory.last_version) == (4, 6)
+    assert trajectory.version_range() == (4, 6)
 
 
 def test_an_empty_response_has_no_segments() -> None:

@@ -194,19 +194,18 @@ def test_log_trajectories_payload_is_the_documented_one() -> None:
     listed = [entry[:3] for entry in fields.pop("arrays")]
     assert fields == {
         "sessions": [[7, 0], [8, 0]],
+        "prompt_tokens": [3, 3],
+        "response_tokens": [5, 0],
         "segments": [[[1, 0, 5]], [[1, 0, 0]]],
         "stop_reasons": ["stop", "stop"],
     }
     assert listed == [
-        ["prompt_ends", "<i8", [2]],
-        ["response_ends", "<i8", [2]],
         ["prompt_ids", "<i4", [6]],
         ["response_ids", "<i4", [5]],
         ["logprobs", "<f4", [5]],
         ["loss_mask", "|u1", [5]],
     ]
-    assert arrays["prompt_ends"].tolist() == [3, 6]
-    assert arrays["response_ends"].tolist() == [5, 5]
+    assert arrays["prompt_ids"].tolist() == [7, 8, 9, 8, 9, 10]
 
 
 def test_log_trajectory_of_another_byte_order_is_turned_round() -> None:

@@ -24,6 +24,8 @@ from perdure.core.records import ControlRecord
 
 _CLASSES: dict[RecordType, type[Any]] = {cls.type: cls for cls in typing.get_args(ControlRecord)}
 _Convert = Callable[[Any], Any]
+_MEMBER_VALUE = operator.attrgetter("_value_")
+"""``value`` of an enumeration's member, without the descriptor that makes it slow."""
 
 
 def record_fields(record: ControlRecord) -> dict[str, object]:
@@ -68,7 +70,7 @@ def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
     if typing.get_origin(hint) is tuple:
         return _each(*_converters(options[0]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return operator.attrgetter("value"), hint
+        return _MEMBER_VALUE, hint
     if hint is SessionId:
         return _session_list, _session_from
     if hint is UpdateId:

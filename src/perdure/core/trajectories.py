@@ -63,13 +63,13 @@ class Trajectory:
             + self.loss_mask_T.nbytes
         )
 
-    @property
-    def first_version(self) -> PolicyVersion:
-        return min([segment.version for segment in self.segments])
-
-    @property
-    def last_version(self) -> PolicyVersion:
-        return max([segment.version for segment in self.segments])
+    def version_range(self) -> tuple[PolicyVersion, PolicyVersion]:
+        """Lowest and highest version of the segments."""
+        first, *others = self.segments
+        if not others:
+            return first.version, first.version
+        versions = [segment.version for segment in self.segments]
+        return min(versions), max(versions)
 
 
 @dataclass(frozen=True, slots=True)

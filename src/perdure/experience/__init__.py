@@ -1,11 +1,11 @@
 """The experience log, and the state that is folded from it."""
 
+from perdure.experience.age_policy import AgePolicy, Decision, decide
 from perdure.experience.claims import RunInfo, create_run, read_run
 from perdure.experience.finished import FinishedSession
 from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupEvent, GroupState
 from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
-from perdure.experience.age_policy import AgePolicy, Decision, decide
 from perdure.experience.store import ExperienceStore, OpenGroup
 from perdure.experience.writer import LogOptions
 

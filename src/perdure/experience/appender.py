@@ -82,7 +82,9 @@ class Appender:
                     self._error = self._error or error
                     continue
                 self._state.acknowledge(batch.entries)
-                self._cache.allow_drop(sum(map(_count_sessions, batch.entries)))
+                for entry in batch.entries:
+                    if isinstance(entry.control, SessionsDone):
+                        self._cache.allow_drop(entry.control.sessions)
 
     def _append(self, items: Sequence[tuple[Entry, Sequence[Trajectory]]]) -> Future[LogPosition]:
         with self.lock:
@@ -94,8 +96,7 @@ class Appender:
                     if not self._state.apply(None, _control(entry)):
                         continue
                     fresh.append(entry)
-                    for trajectory in trajectories:
-                        self._cache.add(trajectory)
+                    self._cache.add(trajectories)
             finally:
                 future = self._write(fresh) if fresh else None
             return future or self._last()
@@ -117,10 +118,6 @@ class Appender:
         if self._unacknowledged:
             return self._unacknowledged[-1].future
         return _resolved(self._writer.position)
-
-
-def _count_sessions(entry: Entry) -> int:
-    return len(entry.control.sessions) if isinstance(entry.control, SessionsDone) else 0
 
 
 def _control(entry: Entry) -> ControlRecord:

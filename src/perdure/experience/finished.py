@@ -64,13 +64,14 @@ def _portions(sessions: Iterable[FinishedSession]) -> Iterator[list[FinishedSess
 
 def _entry(sessions: Sequence[FinishedSession]) -> tuple[Entry, Sequence[Trajectory]]:
     trajectories = [session.trajectory for session in sessions]
+    versions = [t.version_range() for t in trajectories]
     record = SessionsDone(
         sessions=tuple([t.session for t in trajectories]),
         rewards=tuple([float(session.reward) for session in sessions]),
         stop_reasons=tuple([t.stop_reason for t in trajectories]),
-        tokens=tuple([int(np.count_nonzero(t.loss_mask_T)) for t in trajectories]),
-        first_versions=tuple([t.first_version for t in trajectories]),
-        last_versions=tuple([t.last_version for t in trajectories]),
+        tokens=tuple([int(np.count_nonzero(t.loss_mask_T.view(np.bool_))) for t in trajectories]),
+        first_versions=tuple([first for first, _ in versions]),
+        last_versions=tuple([last for _, last in versions]),
         parts=tuple([dict(session.parts) for session in sessions]),
         payload=_NOT_PLACED,
     )

@@ -90,7 +90,7 @@ def prepare_record(
     """
     if arrays is None:
         return _join(record_type, key, _pack(fields), [])
-    arrays = {n: np.asarray(a, a.dtype.newbyteorder("<"), order="C") for n, a in arrays.items()}
+    arrays = {name: _plain(array) for name, array in arrays.items()}
     open_fields = _pack({**fields, "arrays": None})[:-1]
     listing, offsets = _list_arrays(arrays, len(open_fields))
     packed = open_fields + listing
@@ -224,6 +224,13 @@ def _join(
 def padding(length: int) -> bytes:
     """The zeros behind ``length`` bytes."""
     return _ZEROS[: -length % ALIGNMENT]
+
+
+def _plain(array: Array) -> Array:
+    """Little-endian and contiguous."""
+    if array.flags.c_contiguous and array.dtype.str[0] != ">":
+        return array
+    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
 def _list_arrays(arrays: Mapping[str, Array], open_length: int) -> tuple[bytes, list[int]]:

@@ -197,7 +197,8 @@ class GroupTable:
         """Raises ``LifecycleError`` unless the session's group is pending or running."""
         group = self._live(session.group)
         self._check_index(group, session)
-        advance(session.group, group.state, GroupEvent.PROGRESS)
+        if group.state is not GroupState.RUNNING:
+            advance(session.group, group.state, GroupEvent.PROGRESS)
 
     def sessions_done(self, batch: SessionBatch) -> bool:
         """Rewards of sessions are settled; False if those of all of them were before."""
@@ -209,7 +210,7 @@ class GroupTable:
             self.require_open(sessions[row])
         for row in rows:
             group = self.live[sessions[row].group]
-            if group.state is GroupState.PENDING:
+            if group.state is not GroupState.RUNNING:
                 self._move(group, GroupEvent.PROGRESS)
             group.done[sessions[row].index] = SettledSession(batch, row)
         versions = batch.record.last_versions

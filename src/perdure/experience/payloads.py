@@ -21,7 +21,6 @@ from perdure.experience.segments import SegmentName, damage
 
 _MAX_MAPS = 64
 _MAX_PARSED = 16
-_ENDS = np.dtype("<i8")
 _IDS = np.dtype("<i4")
 _LOGPROBS = np.dtype("<f4")
 _MASK = np.dtype("|u1")
@@ -34,16 +33,16 @@ def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
         TypeError: An array is not of the type that the format gives it.
     """
     key = f"trajectories/{trajectories[0].session.key()}"
+    prompts = [t.prompt_ids_P for t in trajectories]
+    responses = [t.response_ids_T for t in trajectories]
     fields = {
         "sessions": [(t.session.group, t.session.index) for t in trajectories],
+        "prompt_tokens": list(map(len, prompts)),
+        "response_tokens": list(map(len, responses)),
         "segments": [[(s.version, s.start, s.end) for s in t.segments] for t in trajectories],
         "stop_reasons": [t.stop_reason.value for t in trajectories],
     }
-    prompts = [t.prompt_ids_P for t in trajectories]
-    responses = [t.response_ids_T for t in trajectories]
     arrays = {
-        "prompt_ends": _ends(prompts),
-        "response_ends": _ends(responses),
         "prompt_ids": _joined(prompts, _IDS),
         "response_ids": _joined(responses, _IDS),
         "logprobs": _joined([t.logprobs_T for t in trajectories], _LOGPROBS),
@@ -52,10 +51,6 @@ def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
     return Payload(
         key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
     )
-
-
-def _ends(arrays: Sequence[Array]) -> Array:
-    return np.cumsum([len(array) for array in arrays], dtype=_ENDS)
 
 
 def _joined(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
@@ -108,8 +103,8 @@ class PayloadReader:
                 where=SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment).path,
                 rule="sessions_done refers to the trajectories of its sessions, in order",
             )
-        prompt = _extent(arrays["prompt_ends"], row)
-        response = _extent(arrays["response_ends"], row)
+        prompt = _extent(fields["prompt_tokens"], row)
+        response = _extent(fields["response_tokens"], row)
         return Trajectory(
             session=session,
             prompt_ids_P=arrays["prompt_ids"][prompt],
@@ -147,5 +142,6 @@ class PayloadReader:
         return view
 
 
-def _extent(ends: Array, row: int) -> slice:
-    return slice(int(ends[row - 1]) if row else 0, int(ends[row]))
+def _extent(lengths: Sequence[int], row: int) -> slice:
+    start = sum(lengths[:row])
+    return slice(start, start + lengths[row])

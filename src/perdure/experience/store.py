@@ -265,7 +265,7 @@ class ExperienceStore:
         with self._lock:
             self._appender.place_acknowledged()
             for group in groups:
-                self._cache.drop_group(group)
+                self._cache.drop(group)
 
     def urge(self) -> Future[LogPosition]:
         """Commit without lingering; resolves when everything appended so far is acknowledged."""

@@ -2,74 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.trajectories import Trajectory
 
 
 class TrajectoryCache:
-    """Drops the oldest durable trajectories above ``limit_bytes`` of arrays.
+    """Drops the durable trajectories of the oldest group above ``limit_bytes`` of arrays.
 
-    What is not durable stays whatever the limit; the log bounds how much that can be. Trajectories
-    are numbered as they are added, and become durable in that order.
+    What is not durable stays whatever the limit; the log bounds how much that can be.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._bytes = 0
-        self._added = 0
-        self._durable = 0
-        self._held: dict[int, Trajectory] = {}
-        """By number, oldest first."""
-        self._numbers: dict[GroupId, dict[int, int]] = {}
-        """Group → session index → number."""
+        self._waiting: dict[SessionId, Trajectory] = {}
+        self._durable: dict[GroupId, dict[int, Trajectory]] = {}
+        """By session index; groups in the order in which the first of it became durable."""
 
-    def add(self, trajectory: Trajectory) -> None:
-        session = trajectory.session
-        self._held[self._added] = trajectory
-        self._numbers.setdefault(session.group, {})[session.index] = self._added
-        self._added += 1
-        self._bytes += trajectory.nbytes
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        """Hold trajectories that the log does not have yet."""
+        for trajectory in trajectories:
+            self._waiting[trajectory.session] = trajectory
+            self._bytes += trajectory.nbytes
         self._make_room()
 
     def get(self, session: SessionId) -> Trajectory | None:
-        number = self._numbers.get(session.group, {}).get(session.index)
-        return None if number is None else self._held[number]
+        durable = self._durable.get(session.group, {})
+        return durable.get(session.index) or self._waiting.get(session)
 
-    def allow_drop(self, count: int) -> None:
-        """The log has the next ``count``: they may go when room is needed."""
-        self._durable += count
+    def allow_drop(self, sessions: Iterable[SessionId]) -> None:
+        """The log has these: they may go when room is needed."""
+        for session in sessions:
+            group = self._durable.setdefault(session.group, {})
+            group[session.index] = self._waiting.pop(session)
         self._make_room()
 
-    def drop_group(self, group: GroupId) -> None:
-        """Forget those trajectories of a group that are durable."""
-        for number in list(self._numbers.get(group, {}).values()):
-            if number < self._durable:
-                self._drop(number)
+    def drop(self, group: GroupId) -> None:
+        """Forget the durable trajectories of a group."""
+        dropped = self._durable.pop(group, {})
+        self._bytes -= sum([trajectory.nbytes for trajectory in dropped.values()])
 
     def check(self) -> None:
-        """Assert that the byte count and the indexes agree with what is held."""
-        assert sum(trajectory.nbytes for trajectory in self._held.values()) == self._bytes
-        assert list(self._held) == sorted(self._held)
-        assert all(self._numbers.values())
-        assert {
-            number: SessionId(group, index)
-            for group, numbers in self._numbers.items()
-            for index, number in numbers.items()
-        } == {number: trajectory.session for number, trajectory in self._held.items()}
-        assert self._durable <= self._added
-        assert self._bytes <= self._limit or min(self._held) >= self._durable
+        """Assert that the byte count agrees with what is held, and the limit with what may go."""
+        held = {t.session: t for group in self._durable.values() for t in group.values()}
+        assert not self._waiting.keys() & held.keys()
+        held |= self._waiting
+        assert sum(trajectory.nbytes for trajectory in held.values()) == self._bytes
+        assert self._bytes <= self._limit or not self._durable
 
     def _make_room(self) -> None:
-        while self._bytes > self._limit:
-            oldest = next(iter(self._held))
-            if oldest >= self._durable:
-                break
-            self._drop(oldest)
-
-    def _drop(self, number: int) -> None:
-        trajectory = self._held.pop(number)
-        self._bytes -= trajectory.nbytes
-        numbers = self._numbers[trajectory.session.group]
-        del numbers[trajectory.session.index]
-        if not numbers:
-            del self._numbers[trajectory.session.group]
+        while self._bytes > self._limit and self._durable:
+            self.drop(next(iter(self._durable)))

@@ -21,7 +21,8 @@ def rollout_metrics(groups: Sequence[RewardedGroup]) -> dict[str, float]:
     rewards = np.array([reward for group in groups for reward in group.rewards])
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = np.array([len(t.response_ids_T) for t in trajectories])
-    spans = [t.last_version - t.first_version + 1 for t in trajectories]
+    ranges = [trajectory.version_range() for trajectory in trajectories]
+    spans = [last - first + 1 for first, last in ranges]
     uniform = [len(set(group.rewards)) == 1 for group in groups]
     cut = [t.stop_reason is StopReason.LENGTH for t in trajectories]
     return {
