@@ -152,7 +152,8 @@ def settled_row(settled: SettledSession) -> tuple[Any, ...]:
     """What the log says of a session, and where its tokens lie."""
     record, row = settled.batch.record, settled.row
     columns = [getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "payload"]
-    return (settled.batch.payload, row, *(column[row] for column in columns))
+    batch = settled.batch
+    return (batch.payload, batch.first_row + row, *(column[row] for column in columns))
 
 
 def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]:

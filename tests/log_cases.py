@@ -34,7 +34,7 @@ from perdure.experience.claims import (
     newest_started,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.payloads import PayloadReader, trajectories_payload
+from perdure.experience.payloads import Payload, PayloadReader, trajectories_payload
 from perdure.experience.reader import LineageLog, read_lineage
 from perdure.experience.writer import LogOptions, LogWriter
 
@@ -128,12 +128,20 @@ def sessions_done(groups: Sequence[int], tokens: int = 5) -> Entry:
         parts=({},) * rows,
         payload=NO_REF,
     )
-    return Entry(record, trajectories_payload([trajectory(group, tokens) for group in groups]))
+    return Entry(record, trajectories=[trajectory(group, tokens) for group in groups])
 
 
-def key_of(entry: Entry) -> str:
-    assert entry.control is not None
-    return entry.control.key()
+def payload_of(group: int) -> Payload:
+    """The payload of that group's session, encoded."""
+    return trajectories_payload([trajectory(group)])
+
+
+def keys_of(record: ControlRecord | None) -> list[str]:
+    """Idempotency keys of a record: of sessions, one for each."""
+    assert record is not None
+    if isinstance(record, SessionsDone):
+        return [f"session_done/{session.key()}" for session in record.sessions]
+    return [record.key()]
 
 
 @dataclass
@@ -144,7 +152,7 @@ class History:
     acknowledged: list[str] = field(default_factory=list)
 
     def append(self, writer: LogWriter, entries: Sequence[Entry]) -> Future[LogPosition]:
-        keys = [key_of(entry) for entry in entries]
+        keys = [key for entry in entries for key in keys_of(entry.control)]
         self.asked += keys
         future = writer.append(entries)
         future.add_done_callback(lambda done: self._done(done, keys))
@@ -164,7 +172,8 @@ def read_head(storage: Storage) -> LineageLog:
 
 def kept_keys(log: LineageLog) -> list[str]:
     """Keys of what was asked for: without the records that the writer adds."""
-    return [record.key() for _, record in log.records if not isinstance(record, Closed)]
+    kept = [record for _, record in log.records if not isinstance(record, Closed)]
+    return [key for record in kept for key in keys_of(record)]
 
 
 def check_contents(storage: Storage, log: LineageLog) -> None:

@@ -8,8 +8,8 @@ import pytest
 from perdure.core.ids import GlobalStep, GroupId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import ControlRecord
-from perdure.experience.fold import ExperienceState, fold
 from perdure.experience.age_policy import AgePolicy, Decision, decide, prompt_age
+from perdure.experience.fold import ExperienceState, fold
 
 AGE, FAILED, FILTERED = EvictionReason.AGE, EvictionReason.FAILED, EvictionReason.FILTERED
 

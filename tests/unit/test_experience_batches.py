@@ -108,7 +108,7 @@ def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
 def test_a_record_with_an_illegal_session_does_not_count(
     storage: MemoryStorage, store: ExperienceStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perdure.experience.finished.MAX_SESSIONS", 2)
+    monkeypatch.setattr("perdure.experience.entries.MAX_SESSIONS", 2)
     some = [session(0, 0), session(0, 1), session(1, 0), session(9, 0), session(2, 0)]
     with pytest.raises(LifecycleError, match="group 9"):
         store.sessions_done(some)
@@ -124,7 +124,7 @@ def test_many_sessions_are_portioned_into_records(
     storage: MemoryStorage, store: ExperienceStore, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     most = 2 if limit == "MAX_SESSIONS" else 2 * make.trajectory(0, 0).nbytes
-    monkeypatch.setattr(f"perdure.experience.finished.{limit}", most)
+    monkeypatch.setattr(f"perdure.experience.entries.{limit}", most)
     store.sessions_done([session(group, index) for group in range(3) for index in range(2)][:5])
     store.flush(1)
     state, _ = read_experience(storage)

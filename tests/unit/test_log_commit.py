@@ -15,12 +15,14 @@ from log_cases import (
     check_contents,
     controls,
     kept_keys,
-    key_of,
+    keys_of,
     make_claim,
     make_run,
     open_writer,
+    payload_of,
     read_head,
     session_done,
+    sessions_done,
     started,
     submitted,
 )
@@ -35,8 +37,9 @@ from perdure.core.faults import (
     InjectedFault,
     NoFaults,
 )
-from perdure.core.ids import LogPosition
-from perdure.core.records import Closed
+from perdure.core.ids import GroupId, LogPosition
+from perdure.core.record_types import GroupOutcome
+from perdure.core.records import Closed, GroupSettled, SessionsDone
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim
 from perdure.experience.entries import Entry
@@ -115,22 +118,79 @@ def test_log_one_commit_takes_everything_that_waits() -> None:
 def test_log_entries_learn_where_they_lie() -> None:
     storage = MemoryStorage()
     writer, _ = _start(storage)
-    entries = [submitted(0), session_done(0), session_done(1)]
+    entries = [submitted(0), session_done(0), submitted(1), session_done(1), sessions_done([2, 3])]
     future = writer.append(entries)
-    assert [entry.position for entry in entries] == [None, None, None]
+    assert [entry.position for entry in entries] == [None] * 5
     writer.flush(FLUSH_S)
-    placed = {record.key(): position for position, record in read_head(storage).records}
-    assert [entry.position for entry in entries] == [placed[key_of(entry)] for entry in entries]
+    placed = {
+        key: position for position, record in read_head(storage).records for key in keys_of(record)
+    }
+    assert [entry.position for entry in entries] == [
+        placed[keys_of(entry.control)[0]] for entry in entries
+    ]
     assert entries[-1].position == future.result() == writer.position
-    refs = [record.payload for record in controls(read_head(storage))[2:]]
-    assert [entry.ref for entry in entries] == [None, *refs]
+    records = [r for r in controls(read_head(storage)) if isinstance(r, SessionsDone)]
+    refs = [record.payload for record in records]
+    assert [entry.ref for entry in entries] == [None, refs[0], None, refs[1], refs[1]]
+    assert [entry.first_row for entry in entries] == [0, 0, 0, 0, 1]
+
+
+def _settled(group: int) -> Entry:
+    return Entry(GroupSettled(GroupId(group), GroupOutcome.FINISHED))
+
+
+def test_log_neighbouring_sessions_share_a_record_and_what_settles_follows() -> None:
+    storage = MemoryStorage()
+    writer, history = _start(storage)
+    history.append(writer, [session_done(0), _settled(0)])
+    history.append(writer, [session_done(1)])
+    history.append(writer, [_settled(1), sessions_done([2, 3]), submitted(9), session_done(4)])
+    writer.flush(FLUSH_S)
+    log = read_head(storage)
+    check_contents(storage, log)
+    found = [
+        [session.group for session in record.sessions]
+        if isinstance(record, SessionsDone)
+        else record.key()
+        for record in controls(log)[1:]
+    ]
+    assert found == [[0, 1, 2, 3], "group_settled/0", "group_settled/1", "submitted/9", [4]]
+    assert sorted(history.acknowledged) == sorted(kept_keys(log))
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MAX_SESSIONS", 3), ("MAX_BYTES", 3 * 57)])
+def test_log_records_of_sessions_are_limited(
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(f"perdure.experience.entries.{limit}", most)
+    storage = MemoryStorage()
+    writer, history = _start(storage)
+    for groups in ([0], [1, 2], [3], [4], [5, 6], [7]):
+        history.append(writer, [sessions_done(groups)])
+    writer.flush(FLUSH_S)
+    log = read_head(storage)
+    check_contents(storage, log)
+    rows = [len(record.sessions) for record in controls(log) if isinstance(record, SessionsDone)]
+    assert rows == [3, 2, 3]
+
+
+def test_log_sessions_that_counted_in_part_count_once(tmp_path: Path) -> None:
+    storage = PosixStorage(tmp_path)
+    writer, _ = _start(storage)
+    for groups in ([0, 1], [0, 2], [1, 2], [0, 1]):
+        writer.append([sessions_done(groups)])
+        writer.flush(FLUSH_S)
+    log = read_head(storage)
+    rows = [[s.group for s in r.sessions] for r in controls(log) if isinstance(r, SessionsDone)]
+    assert rows == [[0, 1], [0, 2]]
+    assert log.report.duplicates == 2
 
 
 def test_log_payload_alone_is_acknowledged_without_a_control_record() -> None:
     storage = MemoryStorage()
     writer, _ = _start(storage)
     before = writer.position
-    entry = Entry(None, session_done(0).payload)
+    entry = Entry(None, payload_of(0))
     future = writer.append([entry])
     writer.flush(FLUSH_S)
     assert future.result() == before
@@ -187,7 +247,7 @@ def test_log_record_that_cannot_be_encoded_is_refused_and_nothing_is_queued() ->
     with pytest.raises(ValueError, match="both"):
         writer.append([Entry(None)])
     with pytest.raises(ValueError, match="refers to no payload"):
-        writer.append([Entry(submitted(0).control, session_done(0).payload)])
+        writer.append([Entry(submitted(0).control, payload_of(0))])
     history.append(writer, [submitted(2)])
     writer.flush(FLUSH_S)
     assert kept_keys(read_head(storage)) == history.asked == history.acknowledged

@@ -154,7 +154,7 @@ def test_log_payload_of_another_type_is_no_trajectory() -> None:
     storage = MemoryStorage()
     key = "transitions/a/0"
     record = prepare_record(
-        RecordType.TRANSITIONS, key=key, fields={"actor": "a"}, arrays={"x": np.ones(3)}
+        RecordType.TRANSITIONS, key=key, fields={"actor": "a"}, arrays={"x": [np.ones(3)]}
     )
     (ref,) = _write(storage, Entry(None, Payload(key, record)))
     reader = PayloadReader(storage)

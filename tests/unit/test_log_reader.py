@@ -13,6 +13,7 @@ from log_cases import (
     make_claim,
     make_run,
     open_writer,
+    payload_of,
     read_head,
     session_done,
     started,
@@ -83,7 +84,7 @@ def test_log_lineage_goes_through_all_parents_in_order() -> None:
         "submitted/1",
         "incarnation/4",
         "submitted/2",
-        "sessions_done/g2.s0",
+        "session_done/g2.s0",
     ]
     assert log.end == writer.position == log.records[-1][0]
     assert [position for position, _ in log.records] == sorted(p for p, _ in log.records)
@@ -124,7 +125,7 @@ def test_log_rewind_voids_decisions_beyond_it_and_keeps_experience() -> None:
         "submitted/0",
         "taken/u1.0",
         "incarnation/2",
-        "sessions_done/g0.s0",
+        "session_done/g0.s0",
         "incarnation/3",
         "taken/u2.0",
         "taken/u3.0",
@@ -333,7 +334,7 @@ def test_log_reference_to_no_record_is_damage() -> None:
 
 def test_log_payload_that_only_a_count_vouches_for_may_not_be_missing() -> None:
     storage = _run()
-    _live(storage, [session_done(0)], [Entry(None, session_done(1).payload)], [submitted(0)])
+    _live(storage, [session_done(0)], [Entry(None, payload_of(1))], [submitted(0)])
     data = storage.files()[PAYLOAD_0]
     last = data.rindex(b"PLOG")
     storage.damage(PAYLOAD_0, data[:last])

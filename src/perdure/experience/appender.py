@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from perdure.core.ids import LogPosition
 from perdure.core.records import ControlRecord, GroupSettled, SessionsDone
-from perdure.core.trajectories import Trajectory
 from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
 from perdure.experience.trajectory_cache import TrajectoryCache
@@ -47,16 +46,13 @@ class Appender:
 
         If one is illegal, those before it are logged all the same, as the fold has counted them.
         """
-        return self._append([(Entry(record), ()) for record in records])
+        return self._append([Entry(record) for record in records])
 
     def append_sessions(
-        self,
-        sessions: Sequence[tuple[Entry, Sequence[Trajectory]]],
-        *,
-        settled: Sequence[GroupSettled],
+        self, sessions: Sequence[Entry], *, settled: Sequence[GroupSettled]
     ) -> Future[LogPosition]:
         """Count and log sessions with their trajectories, then what settles groups."""
-        return self._append([*sessions, *[(Entry(record), ()) for record in settled]])
+        return self._append([*sessions, *map(Entry, settled)])
 
     def urge(self) -> Future[LogPosition]:
         """Commit without lingering; resolves when everything appended so far is acknowledged."""
@@ -86,17 +82,16 @@ class Appender:
                     if isinstance(entry.control, SessionsDone):
                         self._cache.allow_drop(entry.control.sessions)
 
-    def _append(self, items: Sequence[tuple[Entry, Sequence[Trajectory]]]) -> Future[LogPosition]:
+    def _append(self, entries: Sequence[Entry]) -> Future[LogPosition]:
         with self.lock:
             self.place_acknowledged()
             self.require_healthy()
             fresh: list[Entry] = []
             try:
-                for entry, trajectories in items:
-                    if not self._state.apply(None, _control(entry)):
-                        continue
-                    fresh.append(entry)
-                    self._cache.add(trajectories)
+                for entry in entries:
+                    if self._state.apply(None, _control(entry)):
+                        fresh.append(entry)
+                        self._cache.add(entry.trajectories)
             finally:
                 future = self._write(fresh) if fresh else None
             return future or self._last()

@@ -14,7 +14,7 @@ from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim, is_fenced
-from perdure.experience.entries import PreparedEntry
+from perdure.experience.entries import PackedEntries
 from perdure.experience.format import set_reference
 from perdure.experience.seals import write_seal
 from perdure.experience.stream_writer import StreamIdentity, StreamWriter, WrittenBatch
@@ -57,7 +57,7 @@ class Committer:
             for stream in Stream
         )
 
-    def commit(self, entries: Sequence[PreparedEntry]) -> None:
+    def commit(self, entries: Sequence[PackedEntries]) -> None:
         """Make a batch durable and fill in its references and positions.
 
         Raises:
@@ -77,9 +77,10 @@ class Committer:
                 self.seal()
             raise
         require_unfenced(self._storage, self._claim.incarnation)
+        written = [r for packed in entries for r in packed.records if r is not None]
         fields: dict[str, object] = {
-            "records": sum([(e.control is not None) + (e.payload is not None) for e in entries]),
-            "bytes": sum([entry.size for entry in entries]),
+            "records": len(written),
+            "bytes": sum(map(len, written)),
             "fsync_ms": (self._clock.monotonic_s() - started_s) * 1e3,
         }
         self._events("log_committed", fields)
@@ -100,8 +101,8 @@ class Committer:
         self._control.abandon()
         self._payload.abandon()
 
-    def _commit_payloads(self, entries: Sequence[PreparedEntry]) -> None:
-        pairs = [(entry, entry.payload) for entry in entries if entry.payload is not None]
+    def _commit_payloads(self, entries: Sequence[PackedEntries]) -> None:
+        pairs = [(e, e.records.payload) for e in entries if e.records.payload is not None]
         if not pairs:
             return
         records = [record for _, record in pairs]
@@ -112,14 +113,15 @@ class Committer:
         )
         incarnation, segment = self._claim.incarnation, written.segment
         placed = zip(pairs, written.offsets, written.checksums, strict=True)
-        for (entry, record), offset, checksum in placed:
+        for (packed, record), offset, checksum in placed:
             ref = PayloadRef(incarnation, segment, offset, len(record), checksum)
-            entry.entry.ref = ref
-            if entry.control is not None:
-                set_reference(entry.control, ref)
+            for entry in packed.entries:
+                entry.ref = ref
+            if packed.records.control is not None:
+                set_reference(packed.records.control, ref)
 
-    def _commit_controls(self, entries: Sequence[PreparedEntry]) -> None:
-        pairs = [(entry, entry.control) for entry in entries if entry.control is not None]
+    def _commit_controls(self, entries: Sequence[PackedEntries]) -> None:
+        pairs = [(e, e.records.control) for e in entries if e.records.control is not None]
         if not pairs:
             return
         records = [record for _, record in pairs]
@@ -129,8 +131,10 @@ class Committer:
             points=(FaultPoint.LOG_CONTROL_WRITTEN, FaultPoint.LOG_FSYNCED),
         )
         incarnation, segment = self._claim.incarnation, written.segment
-        for (entry, _), end in zip(pairs, written.ends, strict=True):
-            entry.entry.position = LogPosition(incarnation, segment, end)
+        for (packed, _), end in zip(pairs, written.ends, strict=True):
+            position = LogPosition(incarnation, segment, end)
+            for entry in packed.entries:
+                entry.position = position
 
     def _durably(
         self,

@@ -1,56 +1,77 @@
-"""What is appended to the log: control records, payload records, or a pair of them."""
+"""What is appended to the log: control records, payload records, pairs of them, sessions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
-from perdure.core.records import ControlRecord, Partial, SessionsDone
-from perdure.experience.format import (
-    prepare_record,
-    prepare_referring_record,
-)
+from perdure.core.records import ControlRecord, GroupSettled, Partial, SessionsDone
+from perdure.core.trajectories import Trajectory
+from perdure.experience.format import prepare_record, prepare_referring_record
+from perdure.experience.payloads import Payload, trajectories_payload
 
-
-class Payload(NamedTuple):
-    """A payload record as bytes, all but its place; ``key`` is its idempotency key."""
-
-    key: str
-    record: bytearray
+MAX_SESSIONS = 1024
+"""Sessions in one record, at most."""
+MAX_BYTES = 2**18
+"""Bytes of arrays in one record of more than one session, at most."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """A control record, a payload record, or both.
+    """A control record, a payload record, or both; or sessions with their trajectories.
 
-    When both are given, the control record's ``payload`` is a placeholder: the writer puts the true
-    reference into the log, and into ``ref`` here.
+    The control record's ``payload`` is a placeholder: the writer puts the true reference into the
+    log, and into ``ref`` here. Sessions of neighbouring entries share a record.
 
     Attributes:
+        trajectories: Of a ``SessionsDone`` without payload: what its payload is to be made of, row
+            by row; ``require_encodable`` has passed them.
         ref: Where the payload lies; set before the future of the append resolves.
+        first_row: Row of the payload at which those of this entry begin; set like ``ref``.
         position: End of the control record in the control log; set like ``ref``.
     """
 
     control: ControlRecord | None
     payload: Payload | None = None
+    trajectories: Sequence[Trajectory] = ()
     ref: PayloadRef | None = None
+    first_row: int = 0
     position: LogPosition | None = None
 
 
 class PreparedEntry(NamedTuple):
-    """An entry as bytes, all but its place; ``size`` in bytes."""
+    """An entry that can be encoded; ``size`` in bytes, without the fields of sessions.
+
+    Attributes:
+        records: The entry as bytes, all but its place; None: its sessions are encoded with those of
+            its neighbours.
+    """
 
     entry: Entry
     key: str
+    size: int
+    records: Records | None
+
+
+class Records(NamedTuple):
+    """A control record, a payload record or both, as bytes, all but their place."""
+
     control: bytearray | None
     payload: bytearray | None
-    size: int
+
+
+class PackedEntries(NamedTuple):
+    """Entries that lie in the same records."""
+
+    entries: Sequence[Entry]
+    records: Records
 
 
 def prepare_entry(entry: Entry) -> PreparedEntry:
-    """Encode an entry.
+    """Encode an entry, or see that it can be encoded.
 
     Raises:
         TypeError: A field is not msgpack-able.
@@ -61,13 +82,90 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
     if control is None:
         if payload is None:
             raise ValueError("an entry has a control record, a payload, or both")
-        return PreparedEntry(entry, payload.key, None, payload.record, len(payload.record))
+        records = Records(None, payload.record)
+        return PreparedEntry(entry, payload.key, len(payload.record), records)
+    if entry.trajectories:
+        return _prepare_sessions(entry, control)
     key = control.key()
     if payload is None:
         record = prepare_record(control.type, key=key, fields=record_fields(control))
-        return PreparedEntry(entry, key, record, None, len(record))
-    if isinstance(control, SessionsDone | Partial):
-        record = prepare_referring_record(control.type, key=key, fields=record_fields(control))
-    else:
+        return PreparedEntry(entry, key, len(record), Records(record, None))
+    record = _referring(control)
+    size = len(record) + len(payload.record)
+    return PreparedEntry(entry, key, size, Records(record, payload.record))
+
+
+def pack_entries(items: Sequence[PreparedEntry]) -> list[PackedEntries]:
+    """Entries as records in their order, sessions of neighbours together.
+
+    What settles groups does not part neighbours: it stays behind the sessions in front of it.
+    """
+    packed: list[PackedEntries] = []
+    some: list[Entry] = []
+    rows = size = place = 0
+    for item in items:
+        if item.records is not None:
+            if not isinstance(item.entry.control, GroupSettled):
+                _close(packed, some, place)
+                some = []
+            packed.append(PackedEntries((item.entry,), item.records))
+            continue
+        more = len(item.entry.trajectories)
+        if some and (rows + more > MAX_SESSIONS or size + item.size > MAX_BYTES):
+            _close(packed, some, place)
+            some = []
+        if not some:
+            rows, size, place = 0, 0, len(packed)
+        some.append(item.entry)
+        rows += more
+        size += item.size
+    _close(packed, some, place)
+    return packed
+
+
+def _close(packed: list[PackedEntries], entries: list[Entry], place: int) -> None:
+    """Insert the sessions of entries as one pair of records."""
+    if entries:
+        packed.insert(place, PackedEntries(entries, _encode_sessions(entries)))
+
+
+def _prepare_sessions(entry: Entry, control: ControlRecord) -> PreparedEntry:
+    assert isinstance(control, SessionsDone)
+    assert len(control.sessions) == len(entry.trajectories)
+    size = sum([trajectory.nbytes for trajectory in entry.trajectories])
+    return PreparedEntry(entry, control.key(), size, None)
+
+
+def _encode_sessions(entries: Sequence[Entry]) -> Records:
+    """One record of all rows, and its payload."""
+    controls: list[SessionsDone] = []
+    rows = 0
+    for entry in entries:
+        assert isinstance(entry.control, SessionsDone)
+        controls.append(entry.control)
+        entry.first_row = rows
+        rows += len(entry.trajectories)
+    trajectories = [trajectory for entry in entries for trajectory in entry.trajectories]
+    return Records(_referring(_joined(controls)), trajectories_payload(trajectories).record)
+
+
+def _joined(records: Sequence[SessionsDone]) -> SessionsDone:
+    """The rows of all records in one."""
+    if len(records) == 1:
+        return records[0]
+    return SessionsDone(
+        sessions=tuple([value for record in records for value in record.sessions]),
+        rewards=tuple([value for record in records for value in record.rewards]),
+        stop_reasons=tuple([value for record in records for value in record.stop_reasons]),
+        tokens=tuple([value for record in records for value in record.tokens]),
+        first_versions=tuple([value for record in records for value in record.first_versions]),
+        last_versions=tuple([value for record in records for value in record.last_versions]),
+        parts=tuple([value for record in records for value in record.parts]),
+        payload=records[0].payload,
+    )
+
+
+def _referring(control: ControlRecord) -> bytearray:
+    if not isinstance(control, SessionsDone | Partial):
         raise ValueError(f"a record of type {control.type.name} refers to no payload")
-    return PreparedEntry(entry, key, record, payload.record, len(record) + len(payload.record))
+    return prepare_referring_record(control.type, key=control.key(), fields=record_fields(control))

@@ -1,7 +1,4 @@
-"""Finished sessions to log entries, many sessions to an entry.
-
-What a record costs is paid once per entry; a session adds a row to it.
-"""
+"""Finished sessions as entries of the log."""
 
 from __future__ import annotations
 
@@ -13,13 +10,9 @@ import numpy as np
 from perdure.core.ids import IncarnationNumber, PayloadRef
 from perdure.core.records import SessionsDone
 from perdure.core.trajectories import Trajectory
+from perdure.experience import entries
 from perdure.experience.entries import Entry
-from perdure.experience.payloads import trajectories_payload
 
-MAX_SESSIONS = 1024
-"""Sessions in one record, at most."""
-MAX_BYTES = 4 * 2**20
-"""Bytes of arrays in one record of more than one session, at most."""
 _NOT_PLACED = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
 
 
@@ -37,14 +30,8 @@ class FinishedSession(NamedTuple):
     parts: Mapping[str, float]
 
 
-def session_entries(
-    sessions: Iterable[FinishedSession],
-) -> list[tuple[Entry, Sequence[Trajectory]]]:
-    """Entries with the sessions in order, each beside the trajectories it carries.
-
-    Raises:
-        TypeError: An array is not of the type that the format gives it.
-    """
+def session_entries(sessions: Iterable[FinishedSession]) -> list[Entry]:
+    """Entries with the sessions in order, none above the limits of a record."""
     return [_entry(some) for some in _portions(sessions)]
 
 
@@ -53,7 +40,7 @@ def _portions(sessions: Iterable[FinishedSession]) -> Iterator[list[FinishedSess
     size = 0
     for session in sessions:
         more = session.trajectory.nbytes
-        if some and (size + more > MAX_BYTES or len(some) == MAX_SESSIONS):
+        if some and (size + more > entries.MAX_BYTES or len(some) == entries.MAX_SESSIONS):
             yield some
             some, size = [], 0
         some.append(session)
@@ -62,7 +49,7 @@ def _portions(sessions: Iterable[FinishedSession]) -> Iterator[list[FinishedSess
         yield some
 
 
-def _entry(sessions: Sequence[FinishedSession]) -> tuple[Entry, Sequence[Trajectory]]:
+def _entry(sessions: Sequence[FinishedSession]) -> Entry:
     trajectories = [session.trajectory for session in sessions]
     versions = [t.version_range() for t in trajectories]
     record = SessionsDone(
@@ -75,4 +62,4 @@ def _entry(sessions: Sequence[FinishedSession]) -> tuple[Entry, Sequence[Traject
         parts=tuple([dict(session.parts) for session in sessions]),
         payload=_NOT_PLACED,
     )
-    return Entry(record, trajectories_payload(trajectories)), trajectories
+    return Entry(record, trajectories=trajectories)

@@ -198,10 +198,11 @@ class ExperienceState:
             record = entry.control
             assert record is not None
             if isinstance(record, SessionsDone):
-                self._unplaced.pop(record.sessions[0]).payload = entry.ref
+                batch = self._unplaced.pop(record.sessions[0])
+                batch.payload, batch.first_row = entry.ref, entry.first_row
             elif not isinstance(record, GROUP_RECORDS):
                 self._positions[record.key()] = entry.position
-        self._advance(entries[-1].position)
+        self._advance(max([entry.position for entry in entries if entry.position is not None]))
 
     def position_of(self, record: ControlRecord) -> LogPosition | None:
         """Where the first record with this key ends; None if it is absent or not durable yet.

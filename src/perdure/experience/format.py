@@ -80,9 +80,13 @@ def prepare_record(
     *,
     key: str,
     fields: Mapping[str, object],
-    arrays: Mapping[str, Array] | None = None,
+    arrays: Mapping[str, Sequence[Array]] | None = None,
 ) -> bytearray:
     """Build a record without its stamp. The arrays are copied, little-endian.
+
+    Args:
+        arrays: Each in pieces of one dtype, at least one, that follow one another along the first
+            axis.
 
     Raises:
         TypeError: A field is not msgpack-able.
@@ -90,16 +94,13 @@ def prepare_record(
     """
     if arrays is None:
         return _join(record_type, key, _pack(fields), [])
-    arrays = {name: _plain(array) for name, array in arrays.items()}
+    laid = [_lay_out(name, pieces) for name, pieces in arrays.items()]
     open_fields = _pack({**fields, "arrays": None})[:-1]
-    listing, offsets = _list_arrays(arrays, len(open_fields))
-    packed = open_fields + listing
+    packed = open_fields + _list_arrays(laid, len(open_fields))
     pieces: list[bytes | memoryview] = []
-    end = _aligned(HEADER_BYTES + len(packed))
-    for offset, array in zip(offsets, arrays.values(), strict=True):
-        pieces += (bytes(offset - end), array.data)
-        end = offset + array.nbytes
-    pieces.append(padding(end))
+    for array in laid:
+        pieces += array.pieces
+        pieces.append(padding(array.size))
     return _join(record_type, key, packed, pieces)
 
 
@@ -226,35 +227,46 @@ def padding(length: int) -> bytes:
     return _ZEROS[: -length % ALIGNMENT]
 
 
-def _plain(array: Array) -> Array:
+class _LaidOut(NamedTuple):
+    """An array to be written: what the listing says of it, its bytes, and their number."""
+
+    listed: bytes
+    pieces: list[memoryview]
+    size: int
+
+
+def _lay_out(name: str, pieces: Sequence[Array]) -> _LaidOut:
+    first = pieces[0]
+    dtype = first.dtype.newbyteorder("<")
+    plain = [p if p.flags.c_contiguous and p.dtype == dtype else _plain(p, dtype) for p in pieces]
+    shape = first.shape
+    if len(pieces) > 1:
+        shape = (sum(map(len, pieces)), *shape[1:])
+    size = sum([piece.nbytes for piece in plain])
+    listed = _ARRAY_OF_5 + _pack([name, dtype.str, shape])[1:]
+    return _LaidOut(listed, [piece.data for piece in plain], size)
+
+
+def _plain(array: Array, dtype: np.dtype[Any]) -> Array:
     """Little-endian and contiguous."""
-    if array.flags.c_contiguous and array.dtype.str[0] != ">":
-        return array
-    return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
+    return np.asarray(array.astype(dtype, casting="equiv", copy=False), order="C")
 
 
-def _list_arrays(arrays: Mapping[str, Array], open_length: int) -> tuple[bytes, list[int]]:
-    """The value of the field ``arrays``, packed, behind ``open_length`` bytes of other fields; and
-    the offset of each array.
-    """
+def _list_arrays(arrays: Sequence[_LaidOut], open_length: int) -> bytes:
+    """The value of the field ``arrays``, packed, behind ``open_length`` bytes of other fields."""
     # The offsets depend on the length of the fields that list them: they get a fixed width.
     head = _pack([None] * len(arrays))[: -len(arrays) or None]
-    names = [
-        _ARRAY_OF_5 + _pack([name, array.dtype.str, array.shape])[1:]
-        for name, array in arrays.items()
-    ]
-    listed = len(head) + sum([len(name) + _EXTENT.size for name in names])
+    listed = len(head) + sum([len(array.listed) + _EXTENT.size for array in arrays])
     offset = _aligned(HEADER_BYTES + open_length + listed)
-    listing, offsets = [head], list[int]()
-    for name, array in zip(names, arrays.values(), strict=True):
+    listing = [head]
+    for array in arrays:
         # An offset that does not fit is refused below, by the end of the record.
-        extent = (_UINT32, offset & _UINT32_MAX, _UINT32, array.nbytes & _UINT32_MAX)
-        listing += (name, _EXTENT.pack(*extent))
-        offsets.append(offset)
-        offset = _aligned(offset + array.nbytes)
+        extent = (_UINT32, offset & _UINT32_MAX, _UINT32, array.size & _UINT32_MAX)
+        listing += (array.listed, _EXTENT.pack(*extent))
+        offset = _aligned(offset + array.size)
     if offset > _MAX_BYTES:
         raise ValueError(f"a record would take {offset} bytes; at most {_MAX_BYTES} fit")
-    return b"".join(listing), offsets
+    return b"".join(listing)
 
 
 def _pack(value: object) -> bytes:

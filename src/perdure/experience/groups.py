@@ -32,12 +32,21 @@ GroupRecord = Submitted | GroupSettled | Partial | ToolResult | Evicted | Refill
 GROUP_RECORDS = (Submitted, GroupSettled, Partial, ToolResult, Evicted, Refilled)
 
 
+_ROWS = 2**32
+"""More than any record has."""
+
+
 @dataclass(slots=True)
 class SessionBatch:
-    """Sessions settled by one record; ``payload`` is None while the record is not durable."""
+    """Sessions settled together; ``payload`` is None while they are not durable.
+
+    Attributes:
+        first_row: Row of the payload at which theirs begin.
+    """
 
     record: SessionsDone
     payload: PayloadRef | None
+    first_row: int = 0
 
 
 class SettledSession(NamedTuple):
@@ -63,7 +72,7 @@ class Group:
     Attributes:
         reason: Why the group failed.
         uniform: Finished with equal rewards in several sessions: nothing to learn from.
-        done: Session index → its settled reward.
+        rewards: Session index → its settled reward.
         keys: Idempotency keys of the group's own records that counted.
     """
 
@@ -71,14 +80,35 @@ class Group:
     state: GroupState = GroupState.PENDING
     reason: str = ""
     uniform: bool = False
-    done: dict[int, SettledSession] = field(default_factory=dict[int, SettledSession])
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
     keys: set[str] = field(default_factory=set[str])
+    _batches: list[SessionBatch] = field(default_factory=list["SessionBatch"])
+    # Number of the batch and row in it. Of a million sessions the garbage collector has to look at
+    # everything but plain numbers.
+    _rows: dict[int, int] = field(default_factory=dict[int, int])
+
+    @property
+    def done(self) -> dict[int, SettledSession]:
+        """Session index → what settled it."""
+        return {index: self.settled(index) for index in self._rows}
+
+    def settled(self, index: int) -> SettledSession:
+        """What settled a session that is done."""
+        number, row = divmod(self._rows[index], _ROWS)
+        return SettledSession(self._batches[number], row)
+
+    def settle(self, index: int, batch: SessionBatch, row: int) -> None:
+        """A session is done."""
+        if not self._batches or self._batches[-1] is not batch:
+            self._batches.append(batch)
+        self._rows[index] = (len(self._batches) - 1) * _ROWS + row
+        self.rewards[index] = batch.record.rewards[row]
 
     @property
     def missing(self) -> tuple[SessionId, ...]:
         """Sessions without a settled reward, by index."""
         group, count = self.submitted.group, self.submitted.sessions
-        return tuple([SessionId(group, i) for i in range(count) if i not in self.done])
+        return tuple([SessionId(group, i) for i in range(count) if i not in self.rewards])
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +194,7 @@ class GroupTable:
         """Whether the session's reward is settled."""
         live = self.live.get(session.group)
         if live is not None:
-            return session.index in live.done
+            return session.index in live.rewards
         retired = self.retired.get(session.group)
         return retired is not None and bool(retired.done >> session.index & 1)
 
@@ -212,7 +242,7 @@ class GroupTable:
             group = self.live[sessions[row].group]
             if group.state is not GroupState.RUNNING:
                 self._move(group, GroupEvent.PROGRESS)
-            group.done[sessions[row].index] = SettledSession(batch, row)
+            group.settle(sessions[row].index, batch, row)
         versions = batch.record.last_versions
         self.newest_version = max((self.newest_version, *[versions[row] for row in rows]))
         return bool(rows)
@@ -228,8 +258,8 @@ class GroupTable:
         group.reason = record.reason
         del self._open[record.group]
         if finished:
-            rewards = {session.reward for session in group.done.values()}
-            group.uniform = len(rewards) == 1 < len(group.done)
+            rewards = set(group.rewards.values())
+            group.uniform = len(rewards) == 1 < len(group.rewards)
             insort(self._finished, record.group)
         else:
             self._failed[record.group] = None
@@ -284,7 +314,7 @@ class GroupTable:
             return
         assert live.state in (GroupState.TRAINED, GroupState.EVICTED)
         # In this order a group has a state at every moment, also for a thread that only looks.
-        self.retired[group] = Retired(live.state, sum([1 << index for index in live.done]))
+        self.retired[group] = Retired(live.state, sum([1 << index for index in live.rewards]))
         del self.live[group]
 
     def check(self) -> None:
@@ -304,7 +334,7 @@ class GroupTable:
         assert self.counts[GroupState.EVICTED] == len(self.owed) + len(self.refills)
         assert self.counts[GroupState.EVICTED] == sum(self.evictions.values())
         for group in self.live.values():
-            assert all(0 <= i < group.submitted.sessions for i in group.done)
+            assert all(0 <= i < group.submitted.sessions for i in group.rewards)
             if group.state not in (*OPEN, GroupState.FAILED):
                 assert not group.missing
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from perdure.core.ids import PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
-from perdure.experience.entries import Payload
 from perdure.experience.format import parse_record, prepare_record, record_arrays, record_body
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
 
+_MAX_BYTES = 2**32 - 2**20
 _MAX_MAPS = 64
 _MAX_PARSED = 16
 _IDS = np.dtype("<i4")
@@ -26,11 +26,40 @@ _LOGPROBS = np.dtype("<f4")
 _MASK = np.dtype("|u1")
 
 
-def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
-    """The payload record of the trajectories of some sessions. The arrays are copied.
+class Payload(NamedTuple):
+    """A payload record as bytes, all but its place; ``key`` is its idempotency key."""
+
+    key: str
+    record: bytearray
+
+
+def require_encodable(trajectory: Trajectory) -> None:
+    """See that a record can hold a trajectory.
 
     Raises:
         TypeError: An array is not of the type that the format gives it.
+        ValueError: A record would take 4 GiB or more.
+    """
+    if trajectory.nbytes > _MAX_BYTES:
+        raise ValueError(
+            f"{trajectory.session.key()} takes {trajectory.nbytes} bytes; a record takes less than"
+            " 4 GiB"
+        )
+    arrays = (
+        (trajectory.prompt_ids_P, _IDS),
+        (trajectory.response_ids_T, _IDS),
+        (trajectory.logprobs_T, _LOGPROBS),
+        (trajectory.loss_mask_T, _MASK),
+    )
+    for array, dtype in arrays:
+        if array.dtype is not dtype and not np.can_cast(array.dtype, dtype, "equiv"):
+            raise TypeError(f"an array of {trajectory.session.key()} is {array.dtype}, not {dtype}")
+
+
+def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
+    """The payload record of the trajectories of some sessions. The arrays are copied.
+
+    :func:`require_encodable` has passed them.
     """
     key = f"trajectories/{trajectories[0].session.key()}"
     prompts = [t.prompt_ids_P for t in trajectories]
@@ -43,18 +72,14 @@ def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
         "stop_reasons": [t.stop_reason.value for t in trajectories],
     }
     arrays = {
-        "prompt_ids": _joined(prompts, _IDS),
-        "response_ids": _joined(responses, _IDS),
-        "logprobs": _joined([t.logprobs_T for t in trajectories], _LOGPROBS),
-        "loss_mask": _joined([t.loss_mask_T for t in trajectories], _MASK),
+        "prompt_ids": prompts,
+        "response_ids": responses,
+        "logprobs": [t.logprobs_T for t in trajectories],
+        "loss_mask": [t.loss_mask_T for t in trajectories],
     }
     return Payload(
         key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
     )
-
-
-def _joined(arrays: Sequence[Array], dtype: np.dtype[Any]) -> Array:
-    return np.concatenate(arrays, dtype=dtype, casting="equiv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.core.errors import DamagedError
-from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef, PolicyVersion
+from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_codec import record_from_fields
 from perdure.core.record_types import RecordType, Stream
 from perdure.core.records import (
@@ -115,7 +115,9 @@ def read_lineage(storage: Storage, head: IncarnationNumber) -> LineageLog:
 def kept_records(
     placed: Iterable[Placed], starts: Sequence[IncarnationStarted]
 ) -> tuple[list[Placed], int, int]:
-    """Leave out void decisions, then all but the first record of every key.
+    """Leave out void decisions, then records all of whose keys were there before.
+
+    Of sessions that are settled together some may have counted before: the fold looks at each.
 
     Args:
         placed: Control records of a lineage in order.
@@ -125,7 +127,7 @@ def kept_records(
         The kept records, the number of void ones, the number of repeated ones.
     """
     limits = _void_beyond(starts)
-    keys: set[str] = set()
+    seen: set[str | SessionId] = set()
     kept: list[Placed] = []
     void = duplicates = 0
     for position, record in placed:
@@ -133,11 +135,11 @@ def kept_records(
         if limit is not None and is_void(record, position, limit):
             void += 1
             continue
-        key = record.key()
-        if key in keys:
+        keys = record.sessions if isinstance(record, SessionsDone) else (record.key(),)
+        if seen.issuperset(keys):
             duplicates += 1
             continue
-        keys.add(key)
+        seen.update(keys)
         kept.append((position, record))
     return kept, void, duplicates
 

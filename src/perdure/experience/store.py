@@ -46,7 +46,7 @@ from perdure.experience.finished import FinishedSession, session_entries
 from perdure.experience.fold import ExperienceState
 from perdure.experience.groups import Group
 from perdure.experience.lifecycle import OPEN, GroupState
-from perdure.experience.payloads import PayloadReader
+from perdure.experience.payloads import PayloadReader, require_encodable
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 
@@ -134,6 +134,7 @@ class ExperienceStore:
         Raises:
             TrainingError: A reward is not finite; nothing was logged.
             TypeError: An array is not of the type that the format gives it; nothing was logged.
+            ValueError: A trajectory takes 4 GiB or more; nothing was logged.
             LifecycleError: A session is unknown or its group is terminal. Of more than
                 ``MAX_SESSIONS``, or more than ``MAX_BYTES`` of arrays, those in front may count.
         """
@@ -257,7 +258,7 @@ class ExperienceStore:
                 )
             indexes = range(live.submitted.sessions)
             trajectories = tuple([self._trajectory(live, index) for index in indexes])
-            rewards = tuple([live.done[index].reward for index in indexes])
+            rewards = tuple([live.rewards[index] for index in indexes])
             return RewardedGroup(group, trajectories, rewards)
 
     def release(self, groups: Iterable[GroupId]) -> None:
@@ -304,13 +305,15 @@ class ExperienceStore:
         cached = self._cache.get(session)
         if cached is not None:
             return cached
-        batch, row = group.done[index]
+        batch, row = group.settled(index)
         assert batch.payload is not None, "what is not durable stays in the cache"
+        row += batch.first_row
         return self._reader.trajectory(batch.payload, row=row, session=session)
 
 
 def _check(session: FinishedSession) -> None:
     session.trajectory.check()
+    require_encodable(session.trajectory)
     if not math.isfinite(session.reward):
         raise TrainingError(
             f"the reward is {session.reward}",

@@ -18,6 +18,9 @@ from perdure.experience.format import prepare_record, stamp_record
 from perdure.experience.scan import Span
 from perdure.experience.segments import SegmentName
 
+_JOINED_BYTES = 2**18
+"""A batch up to this size is handed over in one piece: many small ones cost more than a copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
@@ -58,7 +61,8 @@ class StreamWriter:
         self._durable_upto = 0
         self._durable_here = 0
         self._hash = xxhash.xxh3_64()
-        self._unsynced = b""
+        self._unsynced: Sequence[bytes | memoryview] = ()
+        self._unsynced_bytes = 0
         self._unsynced_records = 0
         self.durable_records = 0
         self.spans: list[Span] = []
@@ -85,9 +89,11 @@ class StreamWriter:
             checksums.append(stamp_record(record, stamp))
             offsets.append(offset)
             offset += len(record)
-        self._unsynced = b"".join(batch)
+        large = offset - durable_upto > _JOINED_BYTES
+        self._unsynced = list(map(memoryview, batch)) if large else [b"".join(batch)]
+        self._unsynced_bytes = offset - durable_upto
         self._unsynced_records = len(batch)
-        at = self._file.append([self._unsynced])
+        at = self._file.append(self._unsynced)
         assert at == self._durable_upto
         first = len(opening)
         ends = [*offsets[first + 1 :], offset]
@@ -101,11 +107,12 @@ class StreamWriter:
         """
         assert self._file is not None
         self._file.sync()
-        self._hash.update(self._unsynced)
-        self._durable_upto += len(self._unsynced)
+        for piece in self._unsynced:
+            self._hash.update(piece)
+        self._durable_upto += self._unsynced_bytes
         self._durable_here += self._unsynced_records
         self.durable_records += self._unsynced_records
-        self._unsynced = b""
+        self._unsynced = ()
 
     def abandon(self) -> None:
         """Leave the open segment as it is; the next batch starts a new one chained to its end."""
@@ -117,7 +124,7 @@ class StreamWriter:
             span = Span(self._name(), self._durable_upto, self._durable_here, checksum)
             self.spans.append(span)
         self._hash = xxhash.xxh3_64()
-        self._unsynced = b""
+        self._unsynced = ()
         self._durable_upto = self._durable_here = 0
         file.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ from perdure.core.records import Closed, IncarnationStarted
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim
 from perdure.experience.commit import CommitLimits, Committer
-from perdure.experience.entries import Entry, Payload, PreparedEntry, prepare_entry
+from perdure.experience.entries import (
+    Entry,
+    PackedEntries,
+    PreparedEntry,
+    pack_entries,
+    prepare_entry,
+)
+from perdure.experience.payloads import Payload
 
 __all__ = ["Entry", "LogOptions", "LogWriter", "Payload"]
 
@@ -31,6 +39,7 @@ class LogOptions:
     Attributes:
         segment_bytes: A segment that has reached this size is closed between batches.
         linger_s: How long a commit waits for more appends, unless it is urged.
+        commit_bytes: A commit waits no longer once so much is pending, and takes little more.
         max_pending_bytes: Above this, ``append`` waits until a commit has made room.
         stall_timeout_s: Longest such wait, and the longest wait for the last commit on closing.
         tries: How often a batch is tried, each time in a new segment.
@@ -39,6 +48,7 @@ class LogOptions:
 
     segment_bytes: int = 64 * 2**20
     linger_s: float = 0.02
+    commit_bytes: int = 4 * 2**20
     max_pending_bytes: int = 256 * 2**20
     stall_timeout_s: float = 120.0
     tries: int = 3
@@ -91,10 +101,10 @@ class LogWriter:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._urged = threading.Event()
-        self._open = _Batch()
+        self._waiting: deque[_Batch] = deque()
         self._committing = _Batch()
         self._pending_bytes = 0
-        self._last = self._open
+        self._last = self._committing
         self._started = False
         self._closing = False
         self._closed = False
@@ -129,32 +139,36 @@ class LogWriter:
         prepared = [prepare_entry(entry) for entry in entries]
         assert prepared, "an append has entries"
         if self._thread is None and self._pending_bytes > self._options.max_pending_bytes:
-            self._commit_open()
+            self._commit_all()
         with self._lock:
             self._require_open()
             if not self._started:
                 first = entries[0].control
                 assert isinstance(first, IncarnationStarted), "an incarnation starts first"
                 self._started = True
-            waiting, committing = self._open.keys, self._committing.keys
-            fresh = [i for i in prepared if i.key not in waiting and i.key not in committing]
+            pending = [self._committing, *self._waiting]
+            fresh = [i for i in prepared if not any(i.key in batch.keys for batch in pending)]
             if not fresh:
                 # Batches are acknowledged in order: the newest covers the ones before it.
-                again = any(item.key in waiting for item in prepared)
-                return (self._open if again else self._committing).future
+                keys = {item.key for item in prepared}
+                return next(b for b in reversed(pending) if b.keys & keys).future
             return self._enqueue(fresh)
 
     def _enqueue(self, fresh: list[PreparedEntry]) -> Future[LogPosition]:
         size = sum([item.size for item in fresh])
         self._make_room(size)
-        batch = self._open
-        if not batch.entries:
+        commit_bytes = self._options.commit_bytes
+        if not self._waiting or self._waiting[-1].size >= commit_bytes:
+            self._waiting.append(_Batch())
             self._changed.notify_all()
+        batch = self._waiting[-1]
         batch.entries += fresh
         batch.keys.update([item.key for item in fresh])
         batch.size += size
         self._pending_bytes += size
         self._last = batch
+        if batch.size >= commit_bytes:
+            self.urge()
         return batch.future
 
     def urge(self) -> None:
@@ -168,7 +182,7 @@ class LogWriter:
             FencedError, StorageError: As :meth:`append`; also if ``timeout_s`` have passed.
         """
         if self._thread is None:
-            self._commit_open()
+            self._commit_all()
         self.urge()
         last = self._last
         if last.entries:
@@ -244,33 +258,38 @@ class LogWriter:
             while self._wait_for_work():
                 self._clock.wait(self._urged, self._options.linger_s)
                 self._urged.clear()
-                self._commit_open()
+                self._commit_all()
 
     def _wait_for_work(self) -> bool:
         """Wait for entries; False: the writer closes, or the process ends without closing it."""
         with self._lock:
-            while not (self._open.entries or self._closing):
+            while not (self._waiting or self._closing):
                 if not threading.main_thread().is_alive():
                     break
                 self._changed.wait(_IDLE_S)
-            return bool(self._open.entries)
+            return bool(self._waiting)
 
-    def _commit_open(self) -> None:
-        """Commit everything queued as one batch."""
+    def _commit_all(self) -> None:
+        """Commit everything that waits, batch by batch."""
+        while self._commit_next():
+            pass
+
+    def _commit_next(self) -> bool:
         with self._lock:
-            batch = self._open
-            if not batch.entries:
-                return
-            self._open, self._committing = _Batch(), batch
+            if not self._waiting:
+                return False
+            batch = self._committing = self._waiting.popleft()
         try:
-            self._committer.commit(batch.entries)
-            self._acknowledge(batch)
+            packed = pack_entries(batch.entries)
+            self._committer.commit(packed)
+            self._acknowledge(batch, packed)
         except BaseException as error:
             self._fail(batch, error)
             raise
+        return True
 
-    def _acknowledge(self, batch: _Batch) -> None:
-        positions = (item.entry.position for item in reversed(batch.entries))
+    def _acknowledge(self, batch: _Batch, packed: Sequence[PackedEntries]) -> None:
+        positions = (entry.position for last in reversed(packed) for entry in last.entries)
         with self._lock:
             self._position = next((p for p in positions if p is not None), self._position)
             self._pending_bytes -= batch.size
@@ -282,9 +301,10 @@ class LogWriter:
     def _fail(self, batch: _Batch, error: BaseException) -> None:
         with self._lock:
             self._error = error
-            waiting, self._open = self._open, _Batch()
+            waiting = list(self._waiting)
+            self._waiting.clear()
             self._pending_bytes = 0
             self._changed.notify_all()
-        for failed in (batch, waiting):
+        for failed in (batch, *waiting):
             if not failed.future.done():
                 failed.future.set_exception(error)
