@@ -140,7 +140,6 @@ def test_a_repeated_record_that_says_something_else_is_refused(
         (make.session_done(6, 0), "never submitted"),
         (make.session_done(5, 2), "session 2 of a group with 2 sessions"),
         (make.sessions_done([(4, 0), (6, 0)]), "never submitted"),
-        (make.sessions_done([(5, 2), (5, 2)]), "occurs twice"),
         (make.settled(6), "never submitted"),
         (make.taken(4, [4]), "u3.0 is next"),
         (make.taken(3, [4], local=1), "u3.0 is next"),
@@ -180,6 +179,13 @@ def test_rows_count_once_each_whatever_record_they_come_in(state: ExperienceStat
     assert rewards == {0: {2: 1.0, 0: 2.0}, 1: {0: 1.0}}
     assert state.table.newest_version == 4
     assert [s.index for s in state.groups[GroupId(0)].missing] == [1]
+
+
+def test_a_session_twice_in_one_record_is_refused(state: ExperienceState) -> None:
+    apply_all(state, [make.submitted(0)])
+    with pytest.raises(LifecycleError, match="twice"):
+        state.apply(None, make.sessions_done([(0, 0), (0, 1), (0, 0)]))
+    assert state.groups[GroupId(0)].done == {}
 
 
 def test_a_record_with_one_illegal_row_changes_nothing(state: ExperienceState) -> None:

@@ -70,7 +70,7 @@ def _converters(hint: Any) -> tuple[_Convert | None, _Convert | None]:
     if typing.get_origin(hint) is tuple:
         return _each(*_converters(options[0]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _MEMBER_VALUE, hint
+        return _MEMBER_VALUE, {member.value: member for member in hint}.__getitem__
     if hint is SessionId:
         return _session_list, _session_from
     if hint is UpdateId:

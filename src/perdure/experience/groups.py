@@ -223,29 +223,35 @@ class GroupTable:
         self._check_index(group, session)
         self._move(group, GroupEvent.PROGRESS)
 
-    def require_open(self, session: SessionId) -> None:
-        """Raises ``LifecycleError`` unless the session's group is pending or running."""
+    def require_open(self, session: SessionId) -> Group:
+        """The session's group.
+
+        Raises:
+            LifecycleError: It is neither pending nor running, or has no such session.
+        """
         group = self._live(session.group)
         self._check_index(group, session)
         if group.state is not GroupState.RUNNING:
             advance(session.group, group.state, GroupEvent.PROGRESS)
+        return group
 
     def sessions_done(self, batch: SessionBatch) -> bool:
         """Rewards of sessions are settled; False if those of all of them were before."""
-        sessions = batch.record.sessions
-        rows = [row for row, session in enumerate(sessions) if not self.is_settled(session)]
-        if len(rows) > 1 and len({sessions[row] for row in rows}) < len(rows):
-            raise _illegal(sessions[rows[0]].group, "a session occurs twice in one record")
-        for row in rows:
-            self.require_open(sessions[row])
-        for row in rows:
-            group = self.live[sessions[row].group]
+        sessions, versions = batch.record.sessions, batch.record.last_versions
+        fresh: list[tuple[Group, int, int]] = []
+        for row, session in enumerate(sessions):
+            if not self.is_settled(session):
+                fresh.append((self.require_open(session), session.index, row))
+        if len({(id(group), index) for group, index, _ in fresh}) < len(fresh):
+            raise _illegal(sessions[0].group, "a session occurs twice in one record")
+        newest = self.newest_version
+        for group, index, row in fresh:
             if group.state is not GroupState.RUNNING:
                 self._move(group, GroupEvent.PROGRESS)
-            group.settle(sessions[row].index, batch, row)
-        versions = batch.record.last_versions
-        self.newest_version = max((self.newest_version, *[versions[row] for row in rows]))
-        return bool(rows)
+            group.settle(index, batch, row)
+            newest = max(newest, versions[row])
+        self.newest_version = newest
+        return bool(fresh)
 
     def settle(self, record: GroupSettled) -> None:
         """A group becomes terminal."""

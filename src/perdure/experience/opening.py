@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 from perdure.core.clock import Clock
 from perdure.core.errors import PerdureError
@@ -151,8 +152,7 @@ def claim_experience(
     run_id = read_run(storage).run_id
     claimed = claim(storage, run_id=run_id, clock=clock, faults=faults, take_over=take_over)
     try:
-        log = read_lineage(storage, claimed.parent)
-        state = fold(log.records, used_version=log.used_version)
+        log, state = _read(storage, claimed.parent)
     except BaseException:
         claimed.release()
         raise
@@ -178,8 +178,26 @@ def read_experience(storage: Storage) -> tuple[ExperienceState, LogReport]:
     """
     run_id = read_run(storage).run_id
     head = newest_started(storage, run_id=run_id, below=highest_incarnation(storage) + 1)
-    log = read_lineage(storage, head)
-    return fold(log.records, used_version=log.used_version), log.report
+    log, state = _read(storage, head)
+    return state, log.report
+
+
+def _read(storage: Storage, head: IncarnationNumber) -> tuple[LineageLog, ExperienceState]:
+    with _collector_paused():
+        log = read_lineage(storage, head)
+        return log, fold(log.records, used_version=log.used_version)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Reading a log makes a lot of objects that stay; looking at them for garbage takes as long."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _announce(claimed: Claim, report: LogReport, events: EventSink) -> None:
