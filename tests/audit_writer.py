@@ -6,6 +6,7 @@ clean. Every record is a batch of its own unless ``last=False``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ HEADER = struct.Struct("<4sHHIIIIQQQQQ")
 TYPES = {
     "started": 2,
     "submitted": 3,
-    "session_done": 4,
+    "sessions_done": 4,
     "settled": 5,
     "partial": 6,
     "tool_result": 7,
@@ -353,15 +354,16 @@ def session_done(
     payload: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Rec:
+    """A SessionsDone of one row; ``changes`` and ``payload`` are whole columns."""
     length = 3 + index
     fields = {
-        "session": [group, index],
-        "reward": 0.5 * index,
-        "stop_reason": "stop",
-        "tokens": length,
-        "first_version": version,
-        "last_version": version,
-        "parts": {"correct": 1.0},
+        "sessions": [[group, index]],
+        "rewards": [0.5 * index],
+        "stop_reasons": ["stop"],
+        "tokens": [length],
+        "first_versions": [version],
+        "last_versions": [version],
+        "parts": [{"correct": 1.0}],
     }
     trajectory = {
         "prompt_ids": np.array([1, 2, group], "<i4"),
@@ -370,18 +372,42 @@ def session_done(
         "loss_mask": np.ones(length, "|u1"),
     }
     about = {
-        "session": [group, index],
-        "segments": [[version, 0, length]],
-        "stop_reason": "stop",
+        "sessions": [[group, index]],
+        "prompt_tokens": [3],
+        "response_tokens": [length],
+        "segments": [[[version, 0, length]]],
+        "stop_reasons": ["stop"],
     }
     return Rec(
-        "session_done",
+        "sessions_done",
         fields | changes,
-        f"session_done/g{group}.s{index}",
+        f"sessions_done/g{group}.s{index}",
         arrays=trajectory | dict(arrays or {}),
         payload=about | dict(payload or {}),
-        payload_key=f"trajectory/g{group}.s{index}",
+        payload_key=f"trajectories/g{group}.s{index}",
     )
+
+
+def packed(*records: Rec) -> Rec:
+    """One SessionsDone with the rows of these, in this order."""
+    first = records[0]
+    return Rec(
+        first.name,
+        {name: [x for r in records for x in r.fields[name]] for name in first.fields},
+        first.key,
+        arrays={name: np.concatenate([r.arrays[name] for r in records]) for name in first.arrays},
+        payload={name: [x for r in records for x in r.payload[name]] for name in first.payload},
+        payload_key=first.payload_key,
+    )
+
+
+def pack(records: Sequence[Rec]) -> list[Rec]:
+    """The records, with one SessionsDone in place of each row of them."""
+    done: list[Rec] = []
+    for name, group in itertools.groupby(records, key=lambda record: record.name):
+        together = list(group)
+        done += [packed(*together)] if name == "sessions_done" else together
+    return done
 
 
 def partial(group: int, index: int, *, start: int, end: int, count: int | None = None) -> Rec:
@@ -426,14 +452,18 @@ def step_done(step: int, **changes: Any) -> Rec:
     return Rec("step_done", fields | changes, f"step_done/{step}")
 
 
-def redone(step: int, *, incarnation: int, digest: str = "", equal: bool = True) -> Rec:
+def redone(
+    step: int, *, incarnation: int, digest: str = "", equal: bool = True, **changes: Any
+) -> Rec:
     fields = {
         "global_step": step,
         "digest": digest or f"state-{step}",
         "equal": equal,
         "incarnation": incarnation,
+        "metrics": {"reward": 0.5},
+        "timings_s": {"update": 0.1},
     }
-    return Rec("redone", fields, f"redone/{step}/{incarnation}")
+    return Rec("redone", fields | changes, f"redone/{step}/{incarnation}")
 
 
 def published(version: int, *, step: int, digest: str = "") -> Rec:
@@ -507,8 +537,11 @@ def first_step(run: Run) -> list[Rec]:
         run.checkpoint("step-00000000-1"),
         published(0, step=0),
         evaluated(0),
-        *finished_group(0),
-        *finished_group(1),
+        submitted(0),
+        submitted(1),
+        *(session_done(group, index) for index in (0, 1) for group in (0, 1)),
+        settled(0),
+        settled(1),
         taken(1, 0, [0]),
         taken(1, 1, [1]),
         step_done(1),
@@ -532,9 +565,12 @@ def second_step(*, incarnation: int) -> list[Rec]:
 
 
 def healthy(path: Path, edit: Callable[[list[Rec]], None] | None = None) -> Run:
-    """A run of two incarnations without a fault; ``edit`` may change the second one's records."""
+    """A run of two incarnations without a fault; ``edit`` may change the second one's records.
+
+    Sessions of several groups share a record in the first one, in the second one each has its own.
+    """
     run = Run(path)
-    run.incarnation(1).write_all(first_step(run))
+    run.incarnation(1).write_all(pack(first_step(run)))
     second = run.incarnation(2, base_checkpoint="step-00000001-1")
     records = second_step(incarnation=2)
     if edit is not None:

@@ -15,15 +15,15 @@ BROKEN: dict[str, tuple[Edit, str]] = {
     # the life of a group
     "session of an unknown group": (drop("submitted", group=2), "group 2 was never submitted"),
     "session after the group's end": (
-        lambda r: (drop("settled")(r), add(w.settled(2, "failed"), before="session_done")(r)),
+        lambda r: (drop("settled")(r), add(w.settled(2, "failed"), before="sessions_done")(r)),
         "group 2 is failed and then session",
     ),
     "finished without sessions": (
-        drop("session_done", session=[2, 1]),
+        drop("sessions_done", sessions=[[2, 1]]),
         "finished without sessions {1}",
     ),
     "finished without any session": (
-        lambda r: [drop("session_done", session=[2, i])(r) for i in (0, 1)],
+        lambda r: [drop("sessions_done", sessions=[[2, i]])(r) for i in (0, 1)],
         "group 2 is pending and then finished",
     ),
     "session index out of range": (
@@ -52,7 +52,49 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         add(w.evicted(2, "poison")),
         "group 2 is trained and then poison",
     ),
-    "infinite reward": (set_field("session_done", reward=float("nan")), "rewards are finite"),
+    "infinite reward": (
+        set_field("sessions_done", rewards=[float("nan")]),
+        "the reward of g2.s0 is nan; rewards are finite",
+    ),
+    "infinite reward beside a finite one": (
+        add(
+            w.submitted(4),
+            w.packed(
+                w.session_done(4, 0, version=1),
+                w.session_done(4, 1, version=1, rewards=[float("-inf")]),
+            ),
+        ),
+        "the reward of g4.s1 is -inf; rewards are finite",
+    ),
+    "unknown group in the middle of a record": (
+        add(
+            w.submitted(4),
+            w.packed(
+                w.session_done(4, 0, version=1),
+                w.session_done(5, 0, version=1),
+                w.session_done(4, 1, version=1),
+            ),
+        ),
+        "group 5 was never submitted",
+    ),
+    "closed group in the middle of a record": (
+        add(
+            w.submitted(4),
+            w.packed(w.session_done(4, 0, version=1), w.session_done(3, 2, version=1)),
+        ),
+        "group 3 is trained and then session",
+    ),
+    "index out of range in the middle of a record": (
+        add(
+            w.submitted(4),
+            w.packed(
+                w.session_done(4, 0, version=1),
+                w.session_done(4, -1, version=1),
+                w.session_done(4, 1, version=1),
+            ),
+        ),
+        "session -1 of group 4",
+    ),
     "tool result after the end": (
         add(w.tool_result(2, 0), before="settled"),
         "g2.s0 goes on after its end",
@@ -130,6 +172,22 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         add(w.submitted(4), w.session_done(4, 0, version=9)),
         "version 9 was not published",
     ),
+    "last version of a row that was not published": (
+        add(
+            w.submitted(4),
+            w.packed(
+                w.session_done(4, 0, version=1),
+                w.session_done(
+                    4,
+                    1,
+                    version=1,
+                    last_versions=[9],
+                    payload={"segments": [[[1, 0, 2], [9, 2, 4]]]},
+                ),
+            ),
+        ),
+        "g4.s1: version 9 was not published",
+    ),
     "published weights are not the step's": (
         set_field("published", digest="other"),
         "whose policy is policy-2",
@@ -205,13 +263,13 @@ HARMLESS: dict[str, Edit] = {
             4,
             0,
             version=1,
-            tokens=0,
+            tokens=[0],
             arrays={
                 "response_ids": np.zeros(0, "<i4"),
                 "logprobs": np.zeros(0, "<f4"),
                 "loss_mask": np.zeros(0, "|u1"),
             },
-            payload={"segments": []},
+            payload={"response_tokens": [0], "segments": [[]]},
         ),
     ),
     "orderly end": add(w.closed(2)),

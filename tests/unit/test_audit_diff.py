@@ -81,9 +81,11 @@ def test_wall_clock_times_and_versions_are_left_out(tmp_path: Path) -> None:
 
 def test_order_of_maps_is_left_out(tmp_path: Path) -> None:
     parts = {"correct": 1.0, "format": 0.5}
-    first = run_of(tmp_path / "a", replace(w.session_done(0, 0, parts=parts)))
+    first = run_of(tmp_path / "a", replace(w.session_done(0, 0, parts=[parts])))
     turned = dict(reversed(parts.items()))
-    assert diff_runs(first, run_of(tmp_path / "b", replace(w.session_done(0, 0, parts=turned)))).ok
+    assert diff_runs(
+        first, run_of(tmp_path / "b", replace(w.session_done(0, 0, parts=[turned])))
+    ).ok
 
 
 def test_file_positions_and_group_numbers_are_left_out(tmp_path: Path) -> None:
@@ -109,6 +111,34 @@ def test_file_positions_and_group_numbers_are_left_out(tmp_path: Path) -> None:
     assert compare(tmp_path, edit).ok
 
 
+def test_what_shares_a_record_is_left_out(tmp_path: Path) -> None:
+    alone = run_of(tmp_path / "a")
+    together = run_of(
+        tmp_path / "b", lambda records: records.__setitem__(slice(None), w.pack(records))
+    )
+    report = diff_runs(alone, together)
+    assert report.ok
+    assert report.counts["updates"] == 4
+
+
+@pytest.mark.parametrize(("group", "index"), [(0, 1), (1, 0), (3, 1)])
+def test_first_diverging_session_is_named_wherever_it_lies(
+    tmp_path: Path, group: int, index: int
+) -> None:
+    """Later sessions differ as well, of which some lie in the same record."""
+
+    def edit(records: Records) -> None:
+        for g, i in [(g, i) for g in range(4) for i in (0, 1) if (g, i) >= (group, index)]:
+            version = int(g > 1)
+            values = np.full(3 + i, -0.5, "<f4")
+            replace(w.session_done(g, i, version=version, arrays={"logprobs": values}))(records)
+        records[:] = w.pack(records)
+
+    report = compare(tmp_path, edit)
+    where = f"global step {1 + group // 2}, local update {group % 2}"
+    assert_differ(report, where, f"group 1 of 1, session {index}, log-probabilities")
+
+
 LOGPROBS = {"logprobs": np.full(3, -0.5, "<f4")}
 
 DIFFERENT = {
@@ -121,27 +151,27 @@ DIFFERENT = {
     "tokens": (
         w.session_done(1, 0, arrays={"response_ids": np.array([1, 2, 3], "<i4")}),
         "global step 1, local update 1",
-        "group 1 of 1, tokens",
+        "group 1 of 1, session 0, tokens",
     ),
     "mask": (
-        w.session_done(1, 0, tokens=2, arrays={"loss_mask": np.array([1, 0, 1], "|u1")}),
+        w.session_done(1, 0, tokens=[2], arrays={"loss_mask": np.array([1, 0, 1], "|u1")}),
         "global step 1, local update 1",
-        "group 1 of 1, tokens",
+        "group 1 of 1, session 0, tokens",
     ),
     "log-probabilities": (
         w.session_done(1, 0, arrays=LOGPROBS),
         "global step 1, local update 1",
-        "group 1 of 1, log-probabilities",
+        "group 1 of 1, session 0, log-probabilities",
     ),
     "reward": (
-        w.session_done(0, 1, reward=0.25),
+        w.session_done(0, 1, rewards=[0.25]),
         "global step 1, local update 0",
-        "group 1 of 1, rewards",
+        "group 1 of 1, session 1, reward",
     ),
     "parts of a reward": (
-        w.session_done(0, 1, parts={"correct": 0.0}),
+        w.session_done(0, 1, parts=[{"correct": 0.0}]),
         "global step 1, local update 0",
-        "group 1 of 1, rewards",
+        "group 1 of 1, session 1, reward",
     ),
     "state": (w.step_done(2, digest="x"), "global step 2, its end", "digest"),
     "policy": (
@@ -214,8 +244,8 @@ def test_comparison_refuses_what_cannot_be(
 
 
 def test_comparison_refuses_insane_trajectories(tmp_path: Path) -> None:
-    with pytest.raises(AuditFailedError, match="trajectory/g1.s0"):
-        compare(tmp_path, replace(w.session_done(1, 0, tokens=1)))
+    with pytest.raises(AuditFailedError, match="trajectories/g1.s0: g1.s0: 1 tokens"):
+        compare(tmp_path, replace(w.session_done(1, 0, tokens=[1])))
 
 
 def test_comparison_refuses_a_broken_lineage(tmp_path: Path) -> None:

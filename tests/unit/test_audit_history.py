@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import reprlib
 from pathlib import Path
+from typing import Any
 
 import audit_writer as w
+import numpy as np
 import pytest
 from audit_cases import add, assert_violation
 
@@ -26,12 +30,116 @@ def test_key_that_does_not_follow_from_the_fields(tmp_path: Path) -> None:
         w.phase_step(1, metrics=[]),
         w.step_done(1, skipped=[1]),
         w.step_done(1, digest=7),
-        w.session_done(0, 0, session=[0]),
-        w.session_done(0, 0, reward="1"),
+        w.redone(1, incarnation=1, metrics=None),
+        w.redone(1, incarnation=1, timings_s=[]),
     ],
 )
 def test_field_of_another_kind(tmp_path: Path, record: w.Rec) -> None:
     assert_violation(w.plain(tmp_path, lambda _: [record]), "records have the fields")
+
+
+PAIR = w.packed(w.session_done(0, 0), w.session_done(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("sessions", [[0, 0], [0]]),
+        ("sessions", [[0, 0], [0, "1"]]),
+        ("sessions", 7),
+        ("rewards", [1.0, "1"]),
+        ("rewards", [1.0, True]),
+        ("stop_reasons", ["stop", None]),
+        ("tokens", [3, 4.0]),
+        ("first_versions", [0, None]),
+        ("last_versions", [0, "0"]),
+        ("parts", [{}, []]),
+        ("parts", [{}, {"correct": "yes"}]),
+        ("parts", [{}, {b"correct": 1.0}]),
+        ("payload", [1, 0, 64, 64]),
+    ],
+)
+def test_column_of_another_kind(tmp_path: Path, column: str, value: object) -> None:
+    record = dataclasses.replace(PAIR, fields=PAIR.fields | {column: value})
+    if column == "payload":
+        record.arrays = {}
+    run = w.plain(tmp_path, lambda _: [w.published(0, step=0), w.submitted(0), record])
+    assert_violation(run, f"field {column} of type 4 holds {reprlib.repr(value)}")
+
+
+@pytest.mark.parametrize(
+    "column",
+    ["rewards", "stop_reasons", "tokens", "first_versions", "last_versions", "parts"],
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_columns_of_unequal_length(tmp_path: Path, column: str, rows: int) -> None:
+    values = (2 * PAIR.fields[column])[:rows]
+    record = dataclasses.replace(PAIR, fields=PAIR.fields | {column: values})
+    run = w.plain(tmp_path, lambda _: [w.published(0, step=0), w.submitted(0), record])
+    assert_violation(run, f"{rows} {column} for 2 sessions")
+
+
+def test_record_without_rows(tmp_path: Path) -> None:
+    fields = {name: [] for name in PAIR.fields}
+    record = dataclasses.replace(PAIR, fields=fields)
+    run = w.plain(tmp_path, lambda _: [w.published(0, step=0), w.submitted(0), record])
+    assert_violation(run, "it has no rows")
+
+
+def test_session_twice_in_a_record(tmp_path: Path) -> None:
+    record = w.packed(w.session_done(0, 0), w.session_done(0, 1), w.session_done(0, 0))
+    run = w.plain(tmp_path, lambda _: [w.published(0, step=0), w.submitted(0), record])
+    assert_violation(run, "g0.s0 has two rows")
+
+
+def test_key_of_another_session_than_the_first(tmp_path: Path) -> None:
+    record = w.packed(w.session_done(0, 0), w.session_done(0, 1))
+    record.key = "sessions_done/g0.s1"
+    run = w.plain(tmp_path, lambda _: [w.published(0, step=0), w.submitted(0), record])
+    assert_violation(run, "its header has another key than sessions_done/g0.s0")
+
+
+def test_rows_that_counted_are_ignored_and_the_others_count(tmp_path: Path) -> None:
+    first = [w.submitted(0), w.submitted(1), w.session_done(0, 0), w.session_done(1, 0)]
+    again = w.packed(w.session_done(1, 0), w.session_done(1, 1), w.session_done(0, 0))
+    # Its header's key is that of the record before: the rows count for themselves.
+    last = w.packed(w.session_done(1, 0), w.session_done(0, 1))
+    end = [w.settled(0), w.settled(1)]
+    run = w.plain(tmp_path, lambda _: [w.published(0, step=0), *first, again, last, *end])
+    report = audit_run(run)
+    assert not report.findings
+    assert report.counts["log.repeated_records"] == 3
+    assert report.counts["training.sessions"] == 4
+    assert report.counts["training.tokens"] == 3 + 4 + 3 + 4
+
+
+def test_rows_that_counted_are_ignored_after_their_group_is_settled(tmp_path: Path) -> None:
+    again = w.packed(w.session_done(0, 1), w.session_done(1, 0))
+    records = [w.published(0, step=0), *w.finished_group(0), w.submitted(1), again]
+    assert not audit_run(w.plain(tmp_path, lambda _: records)).findings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rewards": [0.25]},
+        {"parts": [{"correct": 0.0}]},
+        {"stop_reasons": ["length"], "payload": {"stop_reasons": ["length"]}},
+        {"tokens": [2], "arrays": {"loss_mask": np.array([1, 1, 0], "|u1")}},
+        {"version": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_repeated_row_that_says_something_else(tmp_path: Path, changes: dict[str, Any]) -> None:
+    records = [
+        w.published(0, step=0),
+        w.published(1, step=0),
+        w.submitted(0),
+        w.session_done(0, 0),
+        w.packed(w.session_done(0, 1), w.session_done(0, 0, **changes)),
+    ]
+    run = w.plain(tmp_path, lambda _: records)
+    assert_violation(run, "session_done/g0.s0 differs from its first record at")
 
 
 def test_missing_field(tmp_path: Path) -> None:

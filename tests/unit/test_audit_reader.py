@@ -310,7 +310,7 @@ def test_sequence_of_records(tmp_path: Path, header: dict[str, int], text: str) 
 
 def test_payload_record_in_the_control_stream(tmp_path: Path) -> None:
     run = w.Run(tmp_path)
-    run.incarnation(1).control.append(101, key="trajectory/g0.s0", fields={})
+    run.incarnation(1).control.append(101, key="trajectories/g0.s0", fields={})
     assert_damage(run.save(), "type 101 in the control stream")
 
 

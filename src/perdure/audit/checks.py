@@ -75,7 +75,7 @@ def audit_run(path: Path) -> AuditReport:
 def _fold(history: History, groups: Groups, training: Training) -> None:
     handlers: Mapping[int, Callable[[Event], None]] = {
         schema.SUBMITTED: groups.submit,
-        schema.SESSION_DONE: groups.session_done,
+        schema.SESSIONS_DONE: groups.sessions_done,
         schema.SETTLED: groups.settle,
         schema.PARTIAL: groups.partial,
         schema.TOOL_RESULT: groups.tool_result,
@@ -92,7 +92,7 @@ def _fold(history: History, groups: Groups, training: Training) -> None:
         schema.UPDATE_FAILED: training.update_failed,
     }
     for event in history.events:
-        if event.type == schema.SESSION_DONE:
+        if event.type == schema.SESSIONS_DONE:
             training.check_versions(event)
         handler = handlers.get(event.type)
         if handler is not None and (not event.void or event.type == schema.PUBLISHED):

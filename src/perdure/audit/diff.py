@@ -9,17 +9,18 @@ equals the one that was not.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
 from perdure.audit import schema
-from perdure.audit.history import Event, History, read_history
-from perdure.audit.payloads import Payloads
+from perdure.audit.history import Event, History, Position, read_history
+from perdure.audit.payloads import Payloads, packed_ids
 from perdure.audit.reader import read_log
 from perdure.audit.report import DiffReport, Divergence, Findings
+from perdure.audit.trajectories import Trajectories
 from perdure.core.errors import AuditFailedError, DamagedError
 
 WARM, TRAIN = 0, 1
@@ -61,7 +62,9 @@ class _Run:
         self._findings = findings
         self._payloads = Payloads(log.payloads(), findings)
         self._groups: dict[int, Event] = {}
-        self._sessions: dict[int, dict[int, Event]] = {}
+        self._prompts: dict[int, bytes | None] = {}
+        self._sessions: dict[int, dict[int, tuple[Event, int]]] = {}
+        self._checked: dict[Position, Trajectories] = {}
         self.units: dict[Place, Event] = {}
         self._read(history)
 
@@ -71,9 +74,11 @@ class _Run:
             fields = event.fields
             if event.type == schema.SUBMITTED:
                 self._groups[fields["group"]] = event
-            elif event.type == schema.SESSION_DONE:
-                group, index = fields["session"]
-                self._sessions.setdefault(group, {})[index] = event
+                self._prompts[fields["group"]] = packed_ids(fields["prompt_ids"])
+            elif event.type == schema.SESSIONS_DONE:
+                for row in event.rows:
+                    group, index = fields["sessions"][row]
+                    self._sessions.setdefault(group, {})[index] = (event, row)
             elif event.type == schema.TAKEN:
                 step, local_update = fields["update"]
                 self.units[Place(TRAIN, "", step, UPDATE, local_update)] = event
@@ -110,19 +115,27 @@ class _Run:
                 way_out="see what `perdure audit` says of this run",
             )
         fields = submitted.fields
-        done = [sessions[index] for index in sorted(sessions)]
-        for event in done:
-            self._payloads.check_session(event, fields["prompt_ids"])
-        self._refuse(self._findings)
-        arrays = [self._payloads.trajectory(event) for event in done]
-        tokens = (part for a in arrays for part in (a["response_ids"], a["loss_mask"]))
+        prompt = repr([fields["prompt_ids"], fields["task"], fields["answer"]])
+        aspects = {f"{label}, prompt": prompt}
+        for index in sorted(sessions):
+            aspects |= self._session(f"{label}, session {index}", *sessions[index])
+        return aspects
+
+    def _session(self, label: str, event: Event, row: int) -> Aspects:
+        trajectories = self._checked.get(event.position)
+        if trajectories is None:
+            trajectories = self._payloads.check_sessions(event, self._prompts)
+            self._refuse(self._findings)
+            assert trajectories is not None
+            self._checked[event.position] = trajectories
+        tokens, mask, logprobs = (
+            trajectories.response(row, name) for name in ("response_ids", "loss_mask", "logprobs")
+        )
+        reward = [event.fields["rewards"][row], event.fields["parts"][row]]
         return {
-            f"{label}, prompt": repr([fields["prompt_ids"], fields["task"], fields["answer"]]),
-            f"{label}, tokens": _hash(tokens),
-            f"{label}, log-probabilities": _hash(a["logprobs"] for a in arrays),
-            f"{label}, rewards": schema.canonical(
-                [[event.fields["reward"], event.fields["parts"]] for event in done]
-            ),
+            f"{label}, tokens": _hash(tokens, mask),
+            f"{label}, log-probabilities": _hash(logprobs),
+            f"{label}, reward": schema.canonical(reward),
         }
 
     def _refuse(self, findings: Findings) -> None:
@@ -178,7 +191,7 @@ def _divergence(place: Place, first: _Run, second: _Run) -> Divergence | None:
     return None
 
 
-def _hash(parts: Iterable[bytes | memoryview]) -> str:
+def _hash(*parts: memoryview) -> str:
     """xxh3-128 over the parts and their lengths."""
     state = xxhash.xxh3_128()
     for part in parts:

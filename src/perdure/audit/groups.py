@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from perdure.audit.history import Event
-from perdure.audit.payloads import Payloads
+from perdure.audit.payloads import Payloads, packed_ids
 from perdure.audit.report import Findings
 from perdure.audit.schema import session_key
 
@@ -35,16 +35,17 @@ ONCE_RULE = "every group is submitted once and every prompt of the data order is
 OLDEST_RULE = "finished groups are taken oldest submission first"
 SETTLED_RULE = "a finished group has every session, each with its reward"
 LAW_RULE = "submitted = pending + running + finished + failed + taken + trained + evicted"
+REWARD_RULE = "rewards are finite"
 REFILL_RULE = "an evicted group is replaced by one new group at most"
 
 
 @dataclass(slots=True)
 class Group:
-    """A prompt group so far; ``sessions`` by index."""
+    """A prompt group so far; ``sessions`` are the indexes of those that are done."""
 
     submitted: Event
     state: str = "pending"
-    sessions: dict[int, Event] = field(default_factory=dict[int, Event])
+    sessions: set[int] = field(default_factory=set[int])
 
 
 class Groups:
@@ -56,28 +57,35 @@ class Groups:
         self._finished: list[int] = []
         self._records = Counter[str]()
         self._refills: dict[int, Event] = {}
+        self._prompts: dict[int, bytes | None] = {}
         self.known: dict[int, Group] = {}
         self.tokens = 0
 
     def submit(self, event: Event) -> None:
         group = event.fields["group"]
         self.known[group] = Group(event)
+        self._prompts[group] = packed_ids(event.fields["prompt_ids"])
         self._records["submitted"] += 1
 
-    def session_done(self, event: Event) -> None:
-        number, index = event.fields["session"]
+    def sessions_done(self, event: Event) -> None:
+        for row in event.rows:
+            self._session_done(event, row)
+        self._payloads.check_sessions(event, self._prompts)
+
+    def _session_done(self, event: Event, row: int) -> None:
+        session, reward = event.fields["sessions"][row], event.fields["rewards"][row]
+        number, index = session
+        self.tokens += event.fields["tokens"][row]
+        if not math.isfinite(reward):
+            self._findings.violation(
+                event.where, f"the reward of {session_key(session)} is {reward}", REWARD_RULE
+            )
         group = self._move(number, "session", event)
         if group is None:
             return
         if not 0 <= index < group.submitted.fields["sessions"]:
             self._findings.violation(event.where, f"session {index} of group {number}", LIFE_RULE)
-        if not math.isfinite(event.fields["reward"]):
-            self._findings.violation(
-                event.where, f"its reward is {event.fields['reward']}", "rewards are finite"
-            )
-        group.sessions[index] = event
-        self.tokens += event.fields["tokens"]
-        self._payloads.check_session(event, group.submitted.fields["prompt_ids"])
+        group.sessions.add(index)
 
     def partial(self, event: Event) -> None:
         self._unfinished(event)
@@ -101,7 +109,7 @@ class Groups:
         if group is None or outcome != "finished":
             return
         heapq.heappush(self._finished, number)
-        missing = set(range(group.submitted.fields["sessions"])) - group.sessions.keys()
+        missing = set(range(group.submitted.fields["sessions"])) - group.sessions
         if missing:
             self._findings.violation(
                 event.where, f"group {number} finished without sessions {missing}", SETTLED_RULE

@@ -10,11 +10,23 @@ import xxhash
 
 from perdure.audit.reader import RunLog
 from perdure.audit.report import Findings
-from perdure.audit.schema import CHECKPOINTED, DECISIONS, KEYS, OPENED, STARTED, canonical, misfit
+from perdure.audit.schema import (
+    CHECKPOINTED,
+    DECISIONS,
+    KEYS,
+    OPENED,
+    ROW_COLUMNS,
+    SESSIONS_DONE,
+    STARTED,
+    canonical,
+    misfit,
+    session_key,
+)
 from perdure.audit.segments import Record, Segment
 
 LINEAGE_RULE = "every incarnation goes on from the newest one before it that started"
 BASE_RULE = "a base position is the end of a record of an ancestor"
+REPEAT_RULE = "an append that is repeated under its key says the same again"
 
 Fields = Mapping[str, Any]
 Position = tuple[int, int, int]
@@ -25,7 +37,10 @@ _MAY_DIFFER = ("timings_s", "payload")
 
 
 class Event(NamedTuple):
-    """A control record of the kept lineage, its first of its key."""
+    """A control record of the kept lineage, its first of its key.
+
+    ``rows`` are those of a SessionsDone whose session no earlier record counted.
+    """
 
     type: int
     fields: Fields
@@ -33,6 +48,7 @@ class Event(NamedTuple):
     void: bool
     """A rewind took the decision back; only that it was made once still counts."""
     where: str
+    rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +59,7 @@ class History:
         events: In order, void ones included.
         lineage: Incarnations, oldest first.
         positions: Ends of all control records of the lineage.
-        repeated: Records that only repeat an earlier one's key.
+        repeated: Records that only repeat an earlier one's key; of a SessionsDone, rows.
     """
 
     events: tuple[Event, ...]
@@ -63,29 +79,70 @@ def read_history(log: RunLog, findings: Findings) -> History:
     lineage = _lineage(events, findings)
     starts = {number: events[number][0] for number in lineage}
     limits = _limits(starts, ends, findings)
-    first: dict[str, Event] = {}
+    counted = _Counted(findings)
     ordered: list[Event] = []
-    repeated = 0
     for number in lineage:
         for event in events[number]:
             limit = limits.get(number)
             if event.type in DECISIONS and limit is not None and _stands(event) > limit:
                 ordered.append(event._replace(void=True))
                 continue
-            key = KEYS[event.type](event.fields)
-            earlier = first.setdefault(key, event)
-            if earlier is event:
-                ordered.append(event)
-                continue
-            repeated += 1
-            if not _same(earlier, event):
-                findings.violation(
-                    event.where,
-                    f"{key} differs from its first record at {earlier.where}",
-                    "an append that is repeated under its key says the same again",
-                )
+            fresh = counted.fresh(event)
+            if fresh is not None:
+                ordered.append(fresh)
     positions = frozenset(position for number in lineage for position in ends[number])
-    return History(tuple(ordered), tuple(lineage), positions, repeated)
+    return History(tuple(ordered), tuple(lineage), positions, counted.repeated)
+
+
+class _Counted:
+    """The first record of every key, and the first row of every session."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._records: dict[str, Event] = {}
+        self._rows: dict[tuple[int, int], tuple[Event, int]] = {}
+        self.repeated = 0
+
+    def fresh(self, event: Event) -> Event | None:
+        """What of a record counts; None if all of it only repeats."""
+        if event.type == SESSIONS_DONE:
+            return self._fresh_rows(event)
+        key = KEYS[event.type](event.fields)
+        earlier = self._records.setdefault(key, event)
+        if earlier is event:
+            return event
+        same = [
+            {name: value for name, value in record.fields.items() if name not in _MAY_DIFFER}
+            for record in (earlier, event)
+        ]
+        self._check_repeat(key, earlier, event, says=same)
+        return None
+
+    def _fresh_rows(self, event: Event) -> Event | None:
+        fresh: list[int] = []
+        for row, (group, index) in enumerate(event.fields["sessions"]):
+            earlier, its_row = self._rows.setdefault((group, index), (event, row))
+            if earlier is event:
+                fresh.append(row)
+                continue
+            same = [
+                {name: record.fields[name][at] for name in ROW_COLUMNS}
+                for record, at in ((earlier, its_row), (event, row))
+            ]
+            key = f"session_done/{session_key((group, index))}"
+            self._check_repeat(key, earlier, event, says=same)
+        return event._replace(rows=tuple(fresh)) if fresh else None
+
+    def _check_repeat(
+        self, key: str, earlier: Event, event: Event, *, says: list[dict[str, Any]]
+    ) -> None:
+        self.repeated += 1
+        if canonical(says[0]) != canonical(says[1]):
+            self._findings.violation(
+                event.where,
+                f"{key} differs from its first record at {earlier.where}",
+                REPEAT_RULE,
+            )
 
 
 def _events(log: RunLog, number: int, findings: Findings) -> Iterator[Event]:
@@ -186,11 +243,3 @@ def _ends(log: RunLog, number: int) -> set[Position]:
         for segment, records in log.incarnations[number].control.parts
         for record in records
     }
-
-
-def _same(first: Event, second: Event) -> bool:
-    one, other = (
-        canonical({name: value for name, value in event.fields.items() if name not in _MAY_DIFFER})
-        for event in (first, second)
-    )
-    return one == other

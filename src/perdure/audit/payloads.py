@@ -1,35 +1,26 @@
-"""Trajectories as the payload stream has them: readable, complete and sane.
-
-P prompt tokens, T response tokens, n tokens of a partial.
-"""
+"""Payload records as the payload stream has them: where they should be, readable and whole."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from perdure.audit.history import Event
 from perdure.audit.report import Findings
-from perdure.audit.schema import session_key
+from perdure.audit.schema import PARTIAL_TOKENS, TRAJECTORIES, misfit, session_key
 from perdure.audit.segments import ALIGNMENT, Record, Segment
+from perdure.audit.trajectories import Arrays, Trajectories, lengths_problem, token_faults
 
-Arrays = dict[str, memoryview]
-
-TRAJECTORY, PARTIAL_TOKENS = 101, 102
-TRAJECTORY_ARRAYS = {
+TRAJECTORIES_ARRAYS = {
     "prompt_ids": "<i4",
     "response_ids": "<i4",
     "logprobs": "<f4",
     "loss_mask": "|u1",
 }
 PARTIAL_ARRAYS = {"token_ids": "<i4", "logprobs": "<f4"}
-ITEM_BYTES = 4
-"""Of tokens and log-probabilities."""
-MAX_LOGPROB = 1e-3
-"""A log-probability is not positive, beyond rounding."""
 
 REFERENCE_RULE = "a payload reference leads to a valid record with that checksum"
 SANE_RULE = "a payload is whole and is what its control record says"
@@ -44,22 +35,35 @@ class Payloads:
         self._records = records
         self._findings = findings
 
-    def check_session(self, event: Event, prompt: list[int]) -> None:
-        """Check the trajectory of a ``session_done`` record.
+    def check_sessions(
+        self, event: Event, prompts: Mapping[int, bytes | None]
+    ) -> Trajectories | None:
+        """Check the trajectories of a SessionsDone record, all its rows at once.
 
         Args:
             event: The record.
-            prompt: Prompt of the group (P).
+            prompts: :func:`packed_ids` of the prompt of every group that was submitted.
+
+        Returns:
+            The trajectories, unless they cannot be read; what is wrong goes to the findings.
         """
-        key = f"trajectory/{session_key(event.fields['session'])}"
-        found = self._follow(event, type_=TRAJECTORY, key=key)
+        key = f"trajectories/{session_key(event.fields['sessions'][0])}"
+        found = self._follow(event, type_=TRAJECTORIES, key=key)
         if found is None:
-            return
+            return None
         try:
-            fields, arrays = _contents(*found, expected=TRAJECTORY_ARRAYS)
-            _check_trajectory(event.fields, fields, arrays=arrays, prompt=prompt)
+            fields, arrays = _contents(*found, expected=TRAJECTORIES_ARRAYS)
+            problem = misfit(TRAJECTORIES, fields)
+            if problem:
+                raise ValueError(problem)
+            trajectories = Trajectories.of(fields, arrays)
+            problems = list(trajectories.problems(event.fields, prompts))
         except (KeyError, TypeError, ValueError) as error:
             self._findings.violation(event.where, f"{key}: {error}", SANE_RULE)
+            return None
+        for problem in problems:
+            self._findings.violation(event.where, f"{key}: {problem}", SANE_RULE)
+        return trajectories
 
     def check_partial(self, event: Event) -> None:
         """Check the tokens of a ``partial`` record."""
@@ -70,14 +74,13 @@ class Payloads:
             return
         try:
             _, arrays = _contents(*found, expected=PARTIAL_ARRAYS)
-            _check_tokens(arrays["token_ids"], arrays["logprobs"], count=end - start)
+            problem = lengths_problem(arrays, {"token_ids": end - start, "logprobs": end - start})
+            faults = [] if problem else token_faults(arrays["token_ids"], arrays["logprobs"])
+            problem = problem or next((text for _, text in faults), "")
         except (KeyError, TypeError, ValueError) as error:
-            self._findings.violation(event.where, f"{key}: {error}", SANE_RULE)
-
-    def trajectory(self, event: Event) -> Arrays:
-        """Arrays of a ``session_done`` record that :meth:`check_session` has passed."""
-        incarnation, number, offset, *_ = event.fields["payload"]
-        return _contents(*self._records[incarnation, number, offset], expected=TRAJECTORY_ARRAYS)[1]
+            problem = str(error)
+        if problem:
+            self._findings.violation(event.where, f"{key}: {problem}", SANE_RULE)
 
     def _follow(self, event: Event, *, type_: int, key: str) -> tuple[Segment, Record] | None:
         incarnation, number, offset, length, checksum = event.fields["payload"]
@@ -91,6 +94,14 @@ class Payloads:
             self._findings.violation(event.where, f"its payload is not {key}", REFERENCE_RULE)
             return None
         return found
+
+
+def packed_ids(token_ids: list[int]) -> bytes | None:
+    """Token ids as an array of a payload holds them; None if one of them does not fit."""
+    try:
+        return struct.pack(f"<{len(token_ids)}i", *token_ids)
+    except struct.error:
+        return None
 
 
 def _contents(
@@ -113,44 +124,3 @@ def _contents(
     if arrays.keys() != expected.keys():
         raise ValueError(f"its arrays are {sorted(arrays)}")
     return fields, arrays
-
-
-def _check_trajectory(
-    done: Mapping[str, Any], fields: Mapping[str, Any], *, arrays: Arrays, prompt: list[int]
-) -> None:
-    """Raises ``ValueError`` with what does not fit."""
-    mask = arrays["loss_mask"].tobytes()
-    if np.frombuffer(arrays["prompt_ids"], "<i4").tolist() != prompt:
-        raise ValueError("its prompt is not that of its group")
-    if mask.count(1) != done["tokens"] or mask.count(0) + mask.count(1) != len(mask):
-        raise ValueError(f"{done['tokens']} tokens, but the loss mask has {mask.count(1)} ones")
-    _check_tokens(arrays["response_ids"], arrays["logprobs"], count=len(mask))
-    edge, versions = 0, set[int]()
-    for version, start, end in fields["segments"]:
-        if start != edge or end <= start:
-            raise ValueError(f"a segment from {start} to {end} follows token {edge}")
-        edge = end
-        versions.add(version)
-    if edge != len(mask):
-        raise ValueError(f"its segments end at {edge} of {len(mask)} tokens")
-    if versions and (done["first_version"], done["last_version"]) != (min(versions), max(versions)):
-        raise ValueError(f"its versions are {sorted(versions)}")
-    if (fields["session"], fields["stop_reason"]) != (done["session"], done["stop_reason"]):
-        raise ValueError(f"session {fields['session']} with {fields['stop_reason']}")
-
-
-def _check_tokens(tokens: memoryview, logprobs: memoryview, *, count: int) -> None:
-    """Raises ``ValueError`` unless there are ``count`` of both, all of them possible."""
-    if (len(tokens), len(logprobs)) != (count * ITEM_BYTES, count * ITEM_BYTES):
-        raise ValueError(
-            f"{len(tokens) // ITEM_BYTES} tokens and {len(logprobs) // ITEM_BYTES}"
-            f" log-probabilities, expected {count}"
-        )
-    if not count:
-        return
-    if np.frombuffer(tokens, "<i4").min() < 0:
-        raise ValueError("a token is negative")
-    values = np.frombuffer(logprobs, "<f4")
-    # Written so that a NaN fails it.
-    if not (values.min() > -np.inf and values.max() <= MAX_LOGPROB):
-        raise ValueError("a log-probability is not a finite number up to 0")

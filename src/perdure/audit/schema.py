@@ -1,19 +1,22 @@
-"""Types of control records, their fields and keys, from the table of ``docs/formats/log.md``."""
+"""Types of records, their fields and keys, from the table of ``docs/formats/log.md``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-OPENED, STARTED, SUBMITTED, SESSION_DONE, SETTLED, PARTIAL, TOOL_RESULT = range(1, 8)
+OPENED, STARTED, SUBMITTED, SESSIONS_DONE, SETTLED, PARTIAL, TOOL_RESULT = range(1, 8)
 TAKEN, STEP_DONE, REDONE, PUBLISHED, EVICTED, REFILLED, CHECKPOINTED = range(8, 15)
 COLLECT, EVALUATED, PHASE_STEP, UPDATE_FAILED, CLOSED = range(15, 20)
+TRAJECTORIES, PARTIAL_TOKENS = 101, 102
 _LEDGER = (CHECKPOINTED, EVALUATED, PHASE_STEP, UPDATE_FAILED)
 DECISIONS = frozenset((TAKEN, STEP_DONE, REDONE, PUBLISHED, EVICTED, REFILLED, *_LEDGER))
 """Types that a rewind makes void."""
 
 INT, NUMBER, TEXT, BOOL, MAP = "an integer", "a number", "text", "a truth value", "a map"
-INTS, TEXTS = "integers", "texts"
+INTS, NUMBERS, TEXTS, NUMBER_MAPS = "integers", "numbers", "texts", "maps of numbers"
+PAIRS, TRIPLE_LISTS = "lists of 2 integers", "lists of lists of 3 integers"
 PAIR, TRIPLE, QUINTUPLE, OPTIONAL = "2 integers", "3 integers", "5 integers", "optional "
 
 SCHEMAS: Mapping[int, Mapping[str, str]] = {
@@ -35,15 +38,15 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
         "dataset_digest": TEXT,
         "data_index": INT,
     },
-    SESSION_DONE: {
-        "session": PAIR,
+    SESSIONS_DONE: {
+        "sessions": PAIRS,
+        "rewards": NUMBERS,
+        "stop_reasons": TEXTS,
+        "tokens": INTS,
+        "first_versions": INTS,
+        "last_versions": INTS,
+        "parts": NUMBER_MAPS,
         "payload": QUINTUPLE,
-        "reward": NUMBER,
-        "stop_reason": TEXT,
-        "tokens": INT,
-        "first_version": INT,
-        "last_version": INT,
-        "parts": MAP,
     },
     SETTLED: {"group": INT, "outcome": TEXT, "reason": TEXT},
     PARTIAL: {"session": PAIR, "start": INT, "end": INT, "payload": QUINTUPLE},
@@ -64,7 +67,14 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
         "timings_s": MAP,
         "skipped": TEXTS,
     },
-    REDONE: {"global_step": INT, "digest": TEXT, "equal": BOOL, "incarnation": INT},
+    REDONE: {
+        "global_step": INT,
+        "digest": TEXT,
+        "equal": BOOL,
+        "incarnation": INT,
+        "metrics": MAP,
+        "timings_s": MAP,
+    },
     PUBLISHED: {"version": INT, "digest": TEXT, "global_step": INT},
     EVICTED: {"group": INT, "reason": TEXT, "global_step": INT},
     REFILLED: {"group": INT, "replaces": INT},
@@ -87,13 +97,42 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
     },
     UPDATE_FAILED: {"update": PAIR, "incarnation": INT, "error": TEXT},
     CLOSED: {"incarnation": INT, "reason": TEXT},
+    TRAJECTORIES: {
+        "sessions": PAIRS,
+        "prompt_tokens": INTS,
+        "response_tokens": INTS,
+        "segments": TRIPLE_LISTS,
+        "stop_reasons": TEXTS,
+    },
 }
-"""Fields of each control type and what they hold."""
+"""Fields of each type and what they hold."""
+
+ROW_COLUMNS = ("rewards", "stop_reasons", "tokens", "first_versions", "last_versions", "parts")
+"""What a row of a SessionsDone says of its session."""
+
+COLUMNS: Mapping[int, Sequence[str]] = {
+    SESSIONS_DONE: ("sessions", *ROW_COLUMNS),
+    TRAJECTORIES: ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons"),
+}
+"""Fields with one element per row."""
 
 
-def _list_of(kind: type, count: int | None = None) -> Callable[[Any], bool]:
+def _list_of(*kinds: type, count: int | None = None) -> Callable[[Any], bool]:
+    allowed = set(kinds)
     return lambda value: (
-        type(value) is list and count in (None, len(value)) and set(map(type, value)) <= {kind}
+        type(value) is list and count in (None, len(value)) and set(map(type, value)) <= allowed
+    )
+
+
+def _list_where(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(map(holds, value))
+
+
+def _is_number_map(value: Any) -> bool:
+    return (
+        type(value) is dict
+        and set(map(type, value)) <= {str}
+        and set(map(type, value.values())) <= {int, float}
     )
 
 
@@ -103,11 +142,15 @@ _HOLDS: dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: type(value) is str,
     BOOL: lambda value: type(value) is bool,
     INTS: _list_of(int),
+    NUMBERS: _list_of(int, float),
     TEXTS: _list_of(str),
     MAP: lambda value: type(value) is dict,
-    PAIR: _list_of(int, 2),
-    TRIPLE: _list_of(int, 3),
-    QUINTUPLE: _list_of(int, 5),
+    NUMBER_MAPS: _list_where(_is_number_map),
+    PAIR: _list_of(int, count=2),
+    PAIRS: _list_where(_list_of(int, count=2)),
+    TRIPLE: _list_of(int, count=3),
+    TRIPLE_LISTS: _list_where(_list_where(_list_of(int, count=3))),
+    QUINTUPLE: _list_of(int, count=5),
 }
 _CHECKS: dict[int, list[tuple[str, Callable[[Any], bool], bool]]] = {
     type_: [
@@ -118,7 +161,7 @@ _CHECKS: dict[int, list[tuple[str, Callable[[Any], bool], bool]]] = {
 }
 
 
-def session_key(session: list[int]) -> str:
+def session_key(session: Sequence[int]) -> str:
     """Text form of a session inside a key."""
     return f"g{session[0]}.s{session[1]}"
 
@@ -131,7 +174,7 @@ def update_key(update: list[int]) -> str:
 KEYS: Mapping[int, Callable[[Any], str]] = {
     STARTED: lambda f: f"incarnation/{f['incarnation']}",
     SUBMITTED: lambda f: f"submitted/{f['group']}",
-    SESSION_DONE: lambda f: f"session_done/{session_key(f['session'])}",
+    SESSIONS_DONE: lambda f: f"sessions_done/{session_key(f['sessions'][0])}",
     SETTLED: lambda f: f"group_settled/{f['group']}",
     PARTIAL: lambda f: f"partial/{session_key(f['session'])}/{f['start']}",
     TOOL_RESULT: lambda f: f"tool_result/{session_key(f['session'])}/{f['turn']}/{f['call']}",
@@ -148,6 +191,7 @@ KEYS: Mapping[int, Callable[[Any], str]] = {
     UPDATE_FAILED: lambda f: f"update_failed/{update_key(f['update'])}/{f['incarnation']}",
     CLOSED: lambda f: f"closed/{f['incarnation']}",
 }
+"""What the key in a record's header follows from; a SessionsDone counts by its rows instead."""
 
 
 def misfit(type_: int, fields: Mapping[str, Any]) -> str:
@@ -155,7 +199,23 @@ def misfit(type_: int, fields: Mapping[str, Any]) -> str:
     for name, holds, optional in _CHECKS[type_]:
         value = fields.get(name)
         if not holds(value) and not (optional and value is None):
-            return f"field {name} of type {type_} holds {value!r}, not {SCHEMAS[type_][name]}"
+            held = reprlib.repr(value)
+            return f"field {name} of type {type_} holds {held}, not {SCHEMAS[type_][name]}"
+    return _rows_misfit(fields, COLUMNS[type_]) if type_ in COLUMNS else ""
+
+
+def _rows_misfit(fields: Mapping[str, Any], columns: Sequence[str]) -> str:
+    sessions: list[list[int]] = fields["sessions"]
+    if not sessions:
+        return "it has no rows"
+    for name in columns:
+        if len(fields[name]) != len(sessions):
+            return f"{len(fields[name])} {name} for {len(sessions)} sessions"
+    seen = set[tuple[int, ...]]()
+    for session in map(tuple, sessions):
+        if session in seen:
+            return f"{session_key(session)} has two rows"
+        seen.add(session)
     return ""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from perdure.audit.groups import Groups
 from perdure.audit.history import Event, Position
 from perdure.audit.report import Findings
+from perdure.audit.schema import session_key
 
 ORDER_RULE = "updates follow each other without gaps, and a step is done after its last one"
 VERSION_RULE = "a policy version is published before it is used and never means other bytes"
@@ -109,13 +110,19 @@ class Training:
                 DIGEST_RULE,
             )
 
-    def check_versions(self, session_done: Event) -> None:
-        """A session's versions were published before its tokens were logged."""
-        first, last = (session_done.fields[name] for name in ("first_version", "last_version"))
-        for version in sorted({first, last} - self._versions.keys()):
-            self._findings.violation(
-                session_done.where, f"version {version} was not published", VERSION_RULE
-            )
+    def check_versions(self, sessions_done: Event) -> None:
+        """The sessions' versions were published before their tokens were logged."""
+        fields = sessions_done.fields
+        first, last = fields["first_versions"], fields["last_versions"]
+        if self._versions.keys() >= {*first, *last}:
+            return
+        for row in sessions_done.rows:
+            for version in sorted({first[row], last[row]} - self._versions.keys()):
+                self._findings.violation(
+                    sessions_done.where,
+                    f"{session_key(fields['sessions'][row])}: version {version} was not published",
+                    VERSION_RULE,
+                )
 
     def phase_step(self, event: Event) -> None:
         phase, step = event.fields["phase"], event.fields["step"]
