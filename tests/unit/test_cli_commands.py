@@ -130,7 +130,8 @@ def test_exit_codes_are_documented() -> None:
     documented = {int(row.split("|")[1]): row.split("|")[2].strip(" `") for row in rows[1:]}
     expected = {error.exit_code: error.__name__ for error in _errors()}
     assert len(expected) == len(list(_errors()))
-    assert documented == {0: "success", **expected, cli.INTERRUPTED: "interrupted"}
+    signals = {cli.INTERRUPTED: "interrupted", cli.READER_LEFT: "reader left"}
+    assert documented == {0: "success", **expected, **signals}
 
 
 def test_help_loads_neither_torch_nor_numpy() -> None:

@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from perdure.cli.output import silence
 from perdure.cli.summary import Summary
 from perdure.core.events import format_event
 
@@ -88,6 +89,8 @@ class _LineDisplay:
                 self._stream.flush()
             except OSError:
                 self._reader_gone = True
+                if self._stream is sys.stdout:
+                    silence(1)
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -12,11 +11,14 @@ from typer.core import TyperGroup
 
 from perdure import __version__
 from perdure.cli import audit, ckpt, config, train
-from perdure.cli.output import file_refusal, report_error
+from perdure.cli.output import file_refusal, report_error, silence_unread
 from perdure.core.errors import PerdureError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
+
+READER_LEFT = 141
+"""Exit code when nobody reads the output any more, as behind ``| head``: 128 + SIGPIPE."""
 
 
 class _ReportingGroup(TyperGroup):
@@ -31,9 +33,8 @@ class _ReportingGroup(TyperGroup):
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
         except OSError as error:
-            # Click itself ends quietly when the reader of a pipe has gone.
-            if error.errno == errno.EPIPE:
-                raise
+            if isinstance(error, BrokenPipeError) and silence_unread():
+                raise typer.Exit(READER_LEFT) from error
             refused = file_refusal(error)
             report_error(refused)
             raise typer.Exit(refused.exit_code) from error
