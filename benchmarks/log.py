@@ -2,26 +2,40 @@
 
     python benchmarks/log.py [--trajectories N] [--rounds R]
 
-Every store gets the same trajectories of about 6 KB, in groups of 8, and counts one as stored when
-it would survive a loss of power. Perdure's log is handed one group at a time and commits groups
-together by itself. The others have no group commit: they are given transactions of 64 groups, which
-is the best for them. They take turns, each round in a new directory of the same disk; the best of
-the rounds counts. CPU time is of the whole process.
+Appending: every store gets the same trajectories of about 6 KB, in groups of 8, and counts one as
+stored when it would survive a loss of power. Perdure's log is handed one group at a time, checks it
+against the life cycle of its group, and commits groups together by itself. The others have no group
+commit. They are measured twice: with a transaction for each group, which is what a program gets
+that needs each group acknowledged, and with transactions of 64 groups put together by hand. They
+take turns, each round in a new directory of the same disk; the best of the rounds counts.
 
 * SQLite: WAL, synchronous=FULL, one row per trajectory.
 * LMDB: synchronous transactions, one value per trajectory; it has no checksums.
+
+Reopening: claiming a run of about 600 MB whose writer was killed: every byte is hashed, the log is
+sealed and folded. Changes: asking which groups changed since the last time, with few and with many
+groups ever seen, beside listing all of them.
+
+Times are wall clock of that round; CPU time is of the whole process.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import math
 import os
+import signal
 import sqlite3
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,16 +49,18 @@ from perdure.core.trajectories import Segment, Trajectory
 from perdure.experience import (
     ExperienceStore,
     FinishedSession,
+    LogOptions,
     RunInfo,
     claim_experience,
     create_run,
 )
-from perdure.storage import PosixStorage
+from perdure.storage import MemoryStorage, PosixStorage
 
 SESSIONS = 8
 PROMPT_TOKENS = 64
 RESPONSE_TOKENS = 640
-GROUPS_PER_TRANSACTION = 64
+
+Groups = Sequence[Sequence[Trajectory]]
 
 
 @dataclass(frozen=True)
@@ -96,14 +112,12 @@ def open_store(directory: Path, groups: int) -> ExperienceStore:
     return store
 
 
-def append_to_perdure(directory: Path, groups: Sequence[Sequence[Trajectory]]) -> Figure:
+def append_to_perdure(directory: Path, groups: Groups) -> Figure:
     store = open_store(directory, len(groups))
 
     def append() -> None:
         for number, sessions in enumerate(groups):
-            finished = [FinishedSession(t, 1.0, {"correct": 1.0}) for t in sessions]
-            settled = GroupSettled(GroupId(number), GroupOutcome.FINISHED)
-            store.sessions_done(finished, settled=[settled])
+            finish(store, number, sessions)
         store.flush(600)
 
     figure = measured(append, directory)
@@ -111,18 +125,25 @@ def append_to_perdure(directory: Path, groups: Sequence[Sequence[Trajectory]]) -
     return figure
 
 
-def append_to_sqlite(directory: Path, groups: Sequence[Sequence[Trajectory]]) -> Figure:
+def finish(store: ExperienceStore, group: int, sessions: Sequence[Trajectory]) -> None:
+    """Log all sessions of a group, and that it is finished."""
+    finished = [FinishedSession(one, 1.0, {"correct": 1.0}) for one in sessions]
+    settled = GroupSettled(GroupId(group), GroupOutcome.FINISHED)
+    store.sessions_done(finished, settled=[settled])
+
+
+def append_to_sqlite(directory: Path, groups: Groups, *, together: int) -> Figure:
     connection = sqlite3.connect(directory / "log.sqlite", isolation_level=None)
     connection.execute("pragma journal_mode=wal")
     connection.execute("pragma synchronous=full")
     connection.execute("create table trajectory (key text primary key, reward real, value blob)")
 
     def append() -> None:
-        for some in transactions(groups):
+        for some in transactions(groups, together):
             connection.execute("begin")
             connection.executemany(
                 "insert into trajectory values (?, ?, ?)",
-                [(t.session.key(), 1.0, packed(t)) for t in some],
+                [(one.session.key(), 1.0, packed(one)) for one in some],
             )
             connection.execute("commit")
 
@@ -131,28 +152,25 @@ def append_to_sqlite(directory: Path, groups: Sequence[Sequence[Trajectory]]) ->
     return figure
 
 
-def append_to_lmdb(directory: Path, groups: Sequence[Sequence[Trajectory]]) -> Figure:
+def append_to_lmdb(directory: Path, groups: Groups, *, together: int) -> Figure:
     import lmdb
 
     environment = lmdb.open(str(directory), map_size=16 * 2**30, sync=True)
 
     def append() -> None:
-        for some in transactions(groups):
+        for some in transactions(groups, together):
             with environment.begin(write=True) as transaction:
                 for one in some:
-                    transaction.put(one.session.key().encode(), packed(one), append=False)
+                    transaction.put(one.session.key().encode(), packed(one))
 
     figure = measured(append, directory)
     environment.close()
     return figure
 
 
-def transactions(groups: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
-    starts = range(0, len(groups), GROUPS_PER_TRANSACTION)
-    return [
-        [one for group in groups[start : start + GROUPS_PER_TRANSACTION] for one in group]
-        for start in starts
-    ]
+def transactions(groups: Groups, together: int) -> Iterator[list[Trajectory]]:
+    for start in range(0, len(groups), together):
+        yield [one for group in groups[start : start + together] for one in group]
 
 
 def packed(one: Trajectory) -> bytes:
@@ -168,23 +186,17 @@ def measured(work: Callable[[], None], directory: Path) -> Figure:
     return Figure(seconds, cpu_s, size)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trajectories", type=int, default=40_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    count = arguments.trajectories // SESSIONS * SESSIONS
-    groups = [
-        [trajectory(group, index) for index in range(SESSIONS)]
-        for group in range(count // SESSIONS)
-    ]
-    stores: dict[str, Callable[[Path, Sequence[Sequence[Trajectory]]], Figure]] = {
+def compare_appending(groups: Groups, rounds: int) -> dict[str, Figure]:
+    """The best figure of every store; those that are not installed are left out."""
+    stores: dict[str, Callable[[Path, Groups], Figure]] = {
         "perdure": append_to_perdure,
-        "SQLite": append_to_sqlite,
-        "LMDB": append_to_lmdb,
+        "SQLite, each group": partial(append_to_sqlite, together=1),
+        "SQLite, 64 groups": partial(append_to_sqlite, together=64),
+        "LMDB, each group": partial(append_to_lmdb, together=1),
+        "LMDB, 64 groups": partial(append_to_lmdb, together=64),
     }
     best: dict[str, Figure] = {}
-    for _ in range(arguments.rounds):
+    for _ in range(rounds):
         for name, append in stores.items():
             with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
                 try:
@@ -194,9 +206,117 @@ def main() -> None:
             os.sync()
             if name not in best or figure.seconds < best[name].seconds:
                 best[name] = figure
+    return best
+
+
+def reopen(megabytes: int, rounds: int) -> tuple[float, float]:
+    """Least seconds to claim a run whose writer was killed, and the MB of its log."""
+    best = math.inf
+    size = 0.0
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+            command = [sys.executable, __file__, "--write-until-killed", name, str(megabytes)]
+            killed = subprocess.run(command, check=False)
+            assert killed.returncode == -signal.SIGKILL
+            size = sum(path.stat().st_size for path in Path(name, "log").iterdir()) / 1e6
+            started_s = time.perf_counter()
+            claimed = claim_experience(
+                PosixStorage(Path(name)), clock=SystemClock(), faults=NoFaults()
+            )
+            best = min(best, time.perf_counter() - started_s)
+            claimed.release()
+    return best, size
+
+
+def write_until_killed(directory: Path, megabytes: int) -> None:
+    """Write a log of that size and die."""
+    sessions = [trajectory(0, index) for index in range(SESSIONS)]
+    count = int(megabytes * 1e6 / sum(one.nbytes for one in sessions))
+    store = open_store(directory, count)
+    for group in range(count):
+        ids = [SessionId(GroupId(group), index) for index in range(SESSIONS)]
+        named = [
+            dataclasses.replace(one, session=key) for one, key in zip(sessions, ids, strict=True)
+        ]
+        finish(store, group, named)
+    store.flush(600)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ask_for_changes(groups: int) -> tuple[float, float]:
+    """Milliseconds to ask what changed since, 8 groups having changed, and to list all groups."""
+    storage = MemoryStorage()
+    create_run(storage, RunInfo("0" * 32, 0.0))
+    options = LogOptions(threaded=False)
+    claimed = claim_experience(storage, clock=SystemClock(), faults=NoFaults(), options=options)
+    store = claimed.start()
+    for first in range(0, groups, 1000):
+        store.submit([submitted(group) for group in range(first, min(first + 1000, groups))])
+        store.flush(60)
+    asked: list[float] = []
+    cursor = store.changes(0).cursor
+    for number in range(100):
+        cursor = store.changes(cursor).cursor
+        store.start_sessions([SessionId(GroupId(number * 8 + i), 0) for i in range(8)])
+        started_s = time.perf_counter()
+        changes = store.changes(cursor)
+        asked.append(time.perf_counter() - started_s)
+        assert len(changes.states) == 8
+    started_s = time.perf_counter()
+    everything = {group: value.state for group, value in store.state.groups.items()}
+    listed_s = time.perf_counter() - started_s
+    assert len(everything) == groups
+    store.close("measured")
+    return 1e3 * statistics.median(asked), 1e3 * listed_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trajectories", type=int, default=40_000)
+    parser.add_argument("--megabytes", type=int, default=600, help="size of the log to reopen")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser.add_argument("--write-until-killed", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.write_until_killed:
+        directory, megabytes = arguments.write_until_killed
+        write_until_killed(Path(directory), int(megabytes))
+    count = arguments.trajectories // SESSIONS * SESSIONS
+    groups = [
+        [trajectory(group, index) for index in range(SESSIONS)]
+        for group in range(count // SESSIONS)
+    ]
+    figures = show_appending(compare_appending(groups, arguments.rounds), count)
+    seconds, megabytes = reopen(arguments.megabytes, arguments.rounds)
+    print(f"reopen {megabytes:.0f} MB, hashed, sealed and folded: {seconds:.2f} s")
+    figures |= {"reopen_s": seconds, "reopen_mb": megabytes}
+    for seen in (1_000, 100_000):
+        asked, listed = ask_for_changes(seen)
+        print(
+            f"what changed since, {seen:,} groups seen: {asked:.3f} ms (list all: {listed:.1f} ms)"
+        )
+        figures |= {f"changes_ms_{seen}": asked, f"list_ms_{seen}": listed}
+    text = json.dumps(figures)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
+
+
+def show_appending(best: dict[str, Figure], count: int) -> dict[str, float]:
+    """Print the table; return its figures by name."""
+    own = best["perdure"].rate(count)
+    print(
+        f"{'appending 6 KB trajectories':28}{'per s':>10}{'perdure is':>12}{'CPU us':>9}{'MiB':>7}"
+    )
+    figures: dict[str, float] = {}
     for name, figure in best.items():
-        print(f"{name:10} {figure.rate(count):10,.0f}/s {1e6*figure.cpu_s/count:8.1f} us CPU {figure.bytes/2**20:6.0f} MiB")
-    print(json.dumps({name: figure.rate(count) for name, figure in best.items()}))
+        rate, cpu_us = figure.rate(count), 1e6 * figure.cpu_s / count
+        size = figure.bytes / 2**20
+        print(f"{name:28}{rate:10,.0f}{own / rate:11.2f}x{cpu_us:9.1f}{size:7.0f}")
+        figures[name] = rate
+    for name in {"SQLite", "LMDB"} - {key.split(",")[0] for key in best}:
+        print(f"{name:28} not installed")
+    return figures
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from perdure.core.records import (
 from perdure.experience import (
     ExperienceStore,
     FinishedSession,
+    GroupState,
     LogOptions,
     RunInfo,
     claim_experience,
@@ -115,6 +116,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.records: list[ControlRecord] = []
         self.acknowledged = 0
         self.bases: dict[str, tuple[LogPosition, int]] = {}
+        self.watched: ExperienceStore | None = None
+        self.cursor = 0
+        self.known: dict[GroupId, GroupState] = {}
         self.store = self.open()
 
     def open(self, base: LogPosition | None = None) -> ExperienceStore:
@@ -332,6 +336,19 @@ class StoreMachine(RuleBasedStateMachine):
             )
             assert some == wanted
         return count
+
+    @invariant()
+    def changes_tell_every_state(self) -> None:
+        """A consumer that asks now and then knows the state of every group."""
+        if self.watched is not self.store:
+            self.watched, self.cursor, self.known = self.store, 0, {}
+        found = self.store.changes(self.cursor)
+        assert found.complete
+        self.cursor = found.cursor
+        self.known |= found.states
+        state = self.store.state
+        assert self.known == {g: state.table.state_of(g) for g in range(state.table.next_group)}
+        assert self.store.changes(self.cursor).states == {}
 
     @invariant()
     def agrees_with_the_model(self) -> None:

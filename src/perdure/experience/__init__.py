@@ -1,6 +1,7 @@
 """The experience log, and the state that is folded from it."""
 
 from perdure.experience.age_policy import AgePolicy, Decision, decide
+from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import RunInfo, create_run, read_run
 from perdure.experience.finished import FinishedSession
 from perdure.experience.fold import ExperienceState
@@ -16,6 +17,7 @@ __all__ = [
     "ExperienceState",
     "ExperienceStore",
     "FinishedSession",
+    "GroupChanges",
     "GroupEvent",
     "GroupState",
     "LogOptions",

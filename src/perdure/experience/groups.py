@@ -25,6 +25,7 @@ from perdure.core.records import (
     Submitted,
     ToolResult,
 )
+from perdure.experience.changes import ChangeFeed, GroupChanges
 from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
 
 GroupRecord = Submitted | GroupSettled | Partial | ToolResult | Evicted | Refilled
@@ -142,6 +143,7 @@ class GroupTable:
         self.next_group = GroupId(0)
         """Id of the next submission; ids count from 0 without gaps."""
         self.next_data_index = 0
+        self.feed = ChangeFeed()
         self.newest_version = PolicyVersion(0)
         """Highest version that generated a settled session."""
         self._open: dict[GroupId, None] = {}
@@ -160,6 +162,13 @@ class GroupTable:
     def failed(self) -> Iterator[Group]:
         """Failed groups that are not evicted, in the order in which they failed."""
         return (self.live[group] for group in self._failed)
+
+    def changes(self, cursor: int) -> GroupChanges:
+        """What changed after ``cursor``; 0 asks for everything since the fold began."""
+        changed = self.feed.since(cursor)
+        groups = self.live if changed is None else changed
+        states = {group: self.state_of(group) for group in groups}
+        return GroupChanges(self.feed.cursor, states, complete=changed is not None)
 
     def state_of(self, group: GroupId) -> GroupState:
         """Raises ``LifecycleError`` for a group that was never submitted."""
@@ -213,6 +222,7 @@ class GroupTable:
             raise _illegal(record.group, f"submitted with {record.sessions} sessions")
         self.live[record.group] = Group(record)
         self.counts[GroupState.PENDING] += 1
+        self.feed.add(record.group)
         self._open[record.group] = None
         self.next_group = GroupId(record.group + 1)
         self.next_data_index += 1
@@ -361,6 +371,7 @@ class GroupTable:
             self.counts[before] -= 1
             self.counts[after] += 1
             group.state = after
+            self.feed.add(group.submitted.group)
 
     def _check_index(self, group: Group, session: SessionId) -> None:
         if not 0 <= session.index < group.submitted.sessions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from perdure.core.clock import Clock
 from perdure.core.errors import PerdureError
@@ -189,7 +189,7 @@ def _read(storage: Storage, head: IncarnationNumber) -> tuple[LineageLog, Experi
 
 
 @contextlib.contextmanager
-def _collector_paused() -> Iterator[None]:
+def _collector_paused() -> Generator[None]:
     """Reading a log makes a lot of objects that stay; looking at them for garbage takes as long."""
     was_on = gc.isenabled()
     gc.disable()

@@ -41,6 +41,7 @@ from perdure.core.records import (
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience.appender import Appender
+from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import Claim
 from perdure.experience.finished import FinishedSession, session_entries
 from perdure.experience.fold import ExperienceState
@@ -229,6 +230,15 @@ class ExperienceStore:
         """Up to ``count`` groups to take next: finished ones, oldest submission first."""
         with self._lock:
             return list(self.state.table.finished[:count])
+
+    def changes(self, cursor: int) -> GroupChanges:
+        """Groups whose state changed after ``cursor``, an earlier answer's; start with 0.
+
+        The cost depends on how much changed, not on how long the run is. A cursor is good for one
+        incarnation.
+        """
+        with self._lock:
+            return self.state.table.changes(cursor)
 
     def open_groups(self) -> list[OpenGroup]:
         """Groups that are not terminal, oldest first: what a restart dispatches again."""
