@@ -17,8 +17,8 @@ from perdure.experience.payloads import PayloadReader
 from perdure.storage import PosixStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "run-v1"
-TOKENS_DIGEST = "9e09c1763f2ace3473c8499f02b1ddc0"
-FINAL_DIGEST = "32c465fe2c01220c3405225717b586df"
+TOKENS_DIGEST = "30e192c29aab8acdc5151d0f7bca2a51"
+FINAL_DIGEST = "b1dd23a006d5edcde864f00450210279"
 
 
 def test_the_log_folds_to_what_it_said() -> None:
