@@ -44,12 +44,12 @@ class Trajectory:
     stop_reason: StopReason
 
     def check(self) -> None:
-        """Assert that lengths agree and that the segments cover the response."""
+        """Assert that lengths agree and that segments, none of them empty, cover the response."""
         length = len(self.response_ids_T)
         assert len(self.logprobs_T) == len(self.loss_mask_T) == length
         end = 0
         for segment in self.segments:
-            assert segment.start == end
+            assert end == segment.start < segment.end
             end = segment.end
         assert end == length
 
