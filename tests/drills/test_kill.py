@@ -71,7 +71,7 @@ def test_killed_while_resuming_twice_in_a_row(
 def test_killed_at_random_moments(
     server: ForkServer, reference: Path, tmp_path: Path, seed: int
 ) -> None:
-    kill_at_random(server, reference, tmp_path / "run", seed=seed, kills=3)
+    kill_at_random(server, reference, tmp_path, seed=seed, kills=3)
 
 
 @pytest.mark.soak
@@ -79,24 +79,31 @@ def test_killed_at_random_moments(
 def test_soak_of_random_kills(
     server: ForkServer, reference: Path, tmp_path: Path, seed: int
 ) -> None:
-    kill_at_random(server, reference, tmp_path / "run", seed=seed, kills=5)
+    kill_at_random(server, reference, tmp_path, seed=seed, kills=5)
 
 
 def kill_at_random(
-    server: ForkServer, reference: Path, run: Path, *, seed: int, kills: int
+    server: ForkServer, reference: Path, runs: Path, *, seed: int, kills: int
 ) -> None:
-    """Kill ``kills`` processes of a run at moments drawn from ``seed``, then let it finish."""
+    """Kill ``kills`` processes at moments drawn from ``seed``; every run ends as if none had been.
+
+    A run that comes to its end in between is followed by another one.
+    """
     rng = random.Random(seed)
     points = [point.value for point in FaultPoint]
-    for _ in range(kills):
-        if rng.random() < 0.5:
-            options = {"kill_after_s": rng.uniform(0.0, 0.6)}
-        else:
-            options = {"plan": [{"point": rng.choice(points), "hit": rng.randint(1, 12)}]}
-        ended = server.run(next_action(run), run, **options)
-        assert ended.status in (0, KILLED), ended.log
-        if ended.status == 0:
-            break
-    else:
-        run_to_end(server, run)
-    assert_same_training(run, reference)
+    killed = 0
+    while killed < kills:
+        run = runs / f"after-{killed}"
+        status = KILLED
+        while status == KILLED and killed < kills:
+            if rng.random() < 0.5:
+                options = {"kill_after_s": rng.uniform(0.0, 0.6)}
+            else:
+                options = {"plan": [{"point": rng.choice(points), "hit": rng.randint(1, 12)}]}
+            ended = server.run(next_action(run), run, **options)
+            status = ended.status
+            assert status in (0, KILLED), ended.log
+            killed += status == KILLED
+        if status == KILLED:
+            run_to_end(server, run)
+        assert_same_training(run, reference)
