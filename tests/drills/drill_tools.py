@@ -129,11 +129,10 @@ def assert_same_results(run: Path, reference: Path) -> None:
 
 
 def final_tensors(run: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """All tensors (model, optimizer, generators) of the newest training checkpoint."""
-    newest = max(
-        (run / "checkpoints").glob("*/manifest.json"),
-        key=lambda path: json.loads(path.read_text())["clocks"]["global_step"],
-    ).parent
+    """All tensors (model, optimizer, generators) of the last checkpoint of a complete run."""
+    # Written behind the last step; an older manifest may be one that a drill has damaged.
+    latest = json.loads((run / "checkpoints/latest.json").read_text())
+    newest = run / "checkpoints" / latest["directory"]
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for file in sorted(newest.rglob("*.safetensors")):
         part = str(file.relative_to(newest))
