@@ -10,11 +10,15 @@ import pytest
 from drill_tools import RECIPE, assert_same_training
 from typer.testing import CliRunner
 
+from perdure.audit import audit_run
 from perdure.cli.main import app
 from perdure.config import load_config
 from perdure.core import sealed_json
 from perdure.core.errors import StorageError
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
+from perdure.experience import read_experience
+from perdure.learner import update
+from perdure.learner.descent import StepOutcome
 from perdure.storage import FaultyStorage, PosixStorage, StorageFault, StorageFaultKind
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
@@ -105,12 +109,93 @@ def test_a_run_that_a_live_process_holds(half_done: Path) -> None:
     assert "--take-over" in message
 
 
-def test_a_changed_configuration(half_done: Path) -> None:
+def _edited(text: bytes) -> bytes:
+    return text.replace(b"lr: 0.001", b"lr: 0.002")
+
+
+def _bad_yaml(text: bytes) -> bytes:
+    return text.replace(b"seed: 7", b"seed: [7")
+
+
+def _misspelt(text: bytes) -> bytes:
+    return text.replace(b"total_steps", b"total_steqs")
+
+
+def _not_utf8(text: bytes) -> bytes:
+    return text.replace(b"sort_digits", b"sort_\xe4igits")
+
+
+def _cut(text: bytes) -> bytes:
+    return text[:40]
+
+
+def _empty(text: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize("damage", [_edited, _bad_yaml, _misspelt, _not_utf8, _cut, _empty])
+def test_a_damaged_configuration(
+    half_done: Path, damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    """The run's file is named, nothing is said about recipes, and both ways out work."""
     path = half_done / "config.yaml"
-    path.write_text(path.read_text().replace("lr: 0.001", "lr: 0.002"))
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
     status, message = refused("resume", half_done)
+    assert status == 5
+    for words in (f"{path}: is damaged", "restore the file from a copy", "config show"):
+        assert words in message
+    for words in ("did you mean", "a recipe", "way out: correct"):
+        assert words not in message
+    shown = CliRunner().invoke(app, ["config", "show", str(RECIPE)])
+    path.write_text(shown.stdout)
+    launch.train(load_config(RunConfig, RECIPE), tmp_path / "reference")
+    launch.resume(half_done)
+    assert_same_training(half_done, tmp_path / "reference")
+
+
+@pytest.mark.parametrize("override", ["learner.lr=0.5", "trainer.total_steps=9", "seed=8"])
+def test_a_resume_takes_no_setting_that_changes_the_training(
+    half_done: Path, override: str
+) -> None:
+    status, message = refused("resume", half_done, override)
     assert status == 2
-    assert "config.yaml" in message
+    for words in (override, "checkpoint.*", "start a new run"):
+        assert words in message
+    status, message = refused("resume", half_done, "checkpoint.keeep=3")
+    assert status == 2
+    assert "checkpoint.keep" in message
+
+
+def test_a_resume_takes_settings_that_do_not(half_done: Path, tmp_path: Path) -> None:
+    launch.train(load_config(RunConfig, RECIPE), tmp_path / "reference")
+    kept = (half_done / "config.yaml").read_bytes()
+    launch.resume(half_done, ["checkpoint.every_steps=1", "checkpoint.keep=9"])
+    saved = {path.name for path in (half_done / "checkpoints").glob("step-*-2")}
+    assert saved == {f"step-{step:08d}-2" for step in (3, 4, 5, 6)}
+    assert (half_done / "config.yaml").read_bytes() == kept
+    assert_same_training(half_done, tmp_path / "reference")
+
+
+def test_the_advice_of_a_step_that_is_not_finite_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def descend_into_nothing(*arguments: object, **options: object) -> StepOutcome:
+        return StepOutcome(float("nan"), reason="loss is not finite")
+
+    run = tmp_path / "run"
+    overrides = ["learner.nonfinite=raise", "learner.supervised.steps=0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "descend", descend_into_nothing)
+        status, message = refused("train", RECIPE, *overrides, "--run", run)
+        assert status == 12
+        assert "perdure resume RUN learner.nonfinite=skip" in message
+        launch.resume(run, ["learner.nonfinite=skip"])
+    state, _ = read_experience(PosixStorage(run))
+    assert state.last_step == 6
+    assert all(record.skipped for record in state.step_done.values())
+    assert audit_run(run).ok
 
 
 def _newer_manifest(run: Path) -> None:
@@ -134,6 +219,46 @@ def test_a_run_of_a_newer_format(
     # A manifest's digest is in the log, so an edited one is damage before it is of a newer format.
     assert status == (9 if make_newer is _newer_run else 5), message
     assert all(path.read_bytes() == data for path, data in before.items())
+
+
+@pytest.mark.parametrize("path", ["config.yaml", "incarnations", "log", "run.json"])
+def test_a_disk_that_is_full_before_the_run_exists(tmp_path: Path, path: str) -> None:
+    """There is nothing to resume; with space again the same command goes on from the leftovers."""
+    config = load_config(RunConfig, RECIPE)
+    run = tmp_path / "run"
+    full = [StorageFault(StorageFaultKind.NO_SPACE, 1, path)]
+    storage = FaultyStorage(PosixStorage(run), plan=full)
+    with pytest.raises(StorageError) as caught:
+        launch.train(config, run, injected=Injected(storage=storage))
+    assert storage.fired[StorageFaultKind.NO_SPACE] == 1
+    assert caught.value.way_out == "free space on this file system, then start it again"
+    assert not (run / "run.json").exists()
+    launch.train(config, run)
+    launch.train(config, tmp_path / "reference")
+    assert_same_training(run, tmp_path / "reference")
+
+
+def test_a_disk_that_is_full_when_the_run_exists_says_resume(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    full = [StorageFault(StorageFaultKind.NO_SPACE, 1, "incarnations/1.json")]
+    storage = FaultyStorage(PosixStorage(run), plan=full)
+    with pytest.raises(StorageError, match="free space on this file system, then resume"):
+        launch.train(load_config(RunConfig, RECIPE), run, injected=Injected(storage=storage))
+
+
+@pytest.mark.parametrize("left", ["incarnations", "log", "checkpoints"])
+def test_nothing_is_started_over_what_may_be_experience(half_done: Path, left: str) -> None:
+    (half_done / "run.json").unlink()
+    for name in {"incarnations", "seals", "log", "checkpoints"} - {left}:
+        shutil.rmtree(half_done / name)
+    before = sorted(half_done.rglob("*"))
+    status, message = refused("train", RECIPE, "--run", half_done)
+    assert status == 5
+    assert "run.json: is missing" in message
+    assert left in message
+    assert [path for path in sorted(half_done.rglob("*")) if path.name != "create.lock"] == [
+        path for path in before if path.name != "create.lock"
+    ]
 
 
 def test_a_disk_that_fills_up_loses_nothing(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +172,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         display("log_committed", {"records": 1, "bytes": 2, "fsync_ms": 3.0})
         leave_metrics(run_dir)
 
-    def resume(run_dir: Path, *, take_over: bool, redo: bool, display: Any) -> None:
+    def resume(
+        run_dir: Path, overrides: Sequence[str], *, take_over: bool, redo: bool, display: Any
+    ) -> None:
         del display
-        calls.append(("resume", run_dir, take_over, redo))
+        calls.append(("resume", run_dir, overrides, take_over, redo))
         leave_metrics(run_dir)
 
     monkeypatch.setattr(launch, "train", train)
@@ -220,20 +222,26 @@ def test_train_in_json(launched: list[tuple[object, ...]], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "take_over", "redo"),
-    [([], False, True), (["--take-over"], True, True), (["--no-redo"], False, False)],
+    ("options", "overrides", "take_over", "redo"),
+    [
+        ([], (), False, True),
+        (["--take-over"], (), True, True),
+        (["--no-redo"], (), False, False),
+        (["checkpoint.keep=3"], ["checkpoint.keep=3"], False, True),
+    ],
 )
 def test_resume_hands_its_options_on(
     launched: list[tuple[object, ...]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     options: list[str],
+    overrides: Sequence[str],
     take_over: bool,
     redo: bool,
 ) -> None:
     monkeypatch.setattr("perdure.experience.read_run", lambda _: None)
     assert run("resume", str(tmp_path), *options)[0] == 0
-    assert launched == [("resume", tmp_path, take_over, redo)]
+    assert launched == [("resume", tmp_path, overrides, take_over, redo)]
 
 
 def test_an_interrupted_run_says_how_to_go_on(

@@ -21,7 +21,8 @@ TRAIN_EXAMPLES = (
     "perdure train recipes/tiny.yaml seed=7 trainer.total_steps=50 --run runs/try"
 )
 RESUME_EXAMPLES = (
-    "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over"
+    "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over\n\n"
+    "perdure resume runs/tiny-1 checkpoint.keep=5"
 )
 
 
@@ -54,6 +55,12 @@ def train(
 
 def resume(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE", help="Settings for this resume; none that changes the training."
+        ),
+    ] = None,
     *,
     take_over: Annotated[
         bool,
@@ -70,7 +77,7 @@ def resume(
     from perdure.trainers.launch import resume as launch_resume
 
     with _running(run, json=json) as display:
-        launch_resume(run, take_over=take_over, redo=not no_redo, display=display)
+        launch_resume(run, overrides or (), take_over=take_over, redo=not no_redo, display=display)
 
 
 @contextmanager

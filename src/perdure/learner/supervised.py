@@ -61,7 +61,8 @@ def imitate(
         raise no_step(
             outcome,
             where=f"supervised step {step}",
-            way_out="lower learner.supervised.lr, and look at the task's demonstrations",
+            way_out="look at the task's demonstrations, and start a new run with a lower"
+            " learner.supervised.lr",
         )
     tally.accept()
     return {**tally.means(), "loss": outcome.loss, "grad_norm": outcome.grad_norm, "lr": lr}

@@ -165,7 +165,8 @@ def _train(plan: Plan, trainee: _Trainee) -> Trained:
             raise no_step(
                 outcome,
                 where=f"{trainee.name} mini-batch {name}",
-                way_out="lower learner.lr, or set learner.nonfinite=skip to leave it out",
+                way_out="leave it out with `perdure resume RUN learner.nonfinite=skip`, or start a"
+                " new run with a lower learner.lr",
             )
         skipped.append(f"{name} {trainee.name}: {outcome.reason}")
     metrics = trainee.tally.means()

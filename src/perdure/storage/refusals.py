@@ -11,14 +11,16 @@ from perdure.core.errors import StorageError
 TEMPORARY_PREFIX = ".tmp-"
 """Files whose name starts so are being written or were left by a crash; they do not count."""
 
+_GO_ON = ", then resume; nothing acknowledged is lost"
+
 _WAYS_OUT = MappingProxyType(
     {
-        errno.ENOSPC: "free space on this file system, then resume; nothing acknowledged is lost",
-        errno.EDQUOT: "free space inside your quota, then resume; nothing acknowledged is lost",
+        errno.ENOSPC: f"free space on this file system{_GO_ON}",
+        errno.EDQUOT: f"free space inside your quota{_GO_ON}",
         errno.EACCES: "make the directory writable for this user or choose another run directory",
         errno.EPERM: "choose a run directory on a local POSIX file system (hard links, flock)",
         errno.EROFS: "remount the file system writable or choose another run directory",
-        errno.EIO: "check the disk (kernel log, SMART), then resume; what was acknowledged is kept",
+        errno.EIO: f"check the disk (kernel log, SMART){_GO_ON}",
         errno.ENOENT: "create the directory, or check that nobody removed it",
         errno.ENOTDIR: "move the file that is in the way, or choose another directory",
         errno.EISDIR: "move the directory that is in the way",
@@ -31,8 +33,18 @@ _WAYS_OUT = MappingProxyType(
 def refusal(action: str, *, where: str, error: OSError) -> StorageError:
     """The ``StorageError`` for an ``OSError`` met while doing ``action`` to the file ``where``."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    way_out = _WAYS_OUT.get(error.errno or 0, "fix the cause, then resume")
+    way_out = _WAYS_OUT.get(error.errno or 0, f"fix the cause{_GO_ON}")
     return StorageError(f"cannot {action}: {reason}", where=where, way_out=way_out)
+
+
+def before_the_run(error: StorageError) -> StorageError:
+    """The same refusal met while a run was being created, when there is nothing to resume yet."""
+    return StorageError(
+        error.what,
+        where=error.where,
+        rule="the run does not exist yet, so nothing is lost",
+        way_out=f"{error.way_out.removesuffix(_GO_ON)}, then start it again",
+    )
 
 
 def abandoned(where: str) -> StorageError:

@@ -5,33 +5,42 @@ from __future__ import annotations
 import asyncio
 import signal
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perdure.config import config_digest, load_config, render_yaml
+from perdure.checkpoint.manifest import CHECKPOINTS
+from perdure.checkpoint.verification import QUARANTINE
+from perdure.config import config_digest, render_yaml
 from perdure.core.clock import Clock, SystemClock
 from perdure.core.errors import (
     ConfigError,
     DamagedError,
     RunBusyError,
     StoppedError,
+    StorageError,
 )
 from perdure.core.events import EventSink, ignore_events
 from perdure.core.faults import FaultHook, NoFaults
 from perdure.core.storage_api import Storage
 from perdure.experience import RunInfo, create_run, read_run
+from perdure.experience.claims import INCARNATION_DIR, RUN_FILE
+from perdure.experience.seals import SEAL_DIR
+from perdure.experience.segments import LOG_DIR
 from perdure.storage import PosixStorage
+from perdure.storage.refusals import before_the_run
 from perdure.tasks.api import Task, require_same_data
 from perdure.tasks.config import make_task
 from perdure.trainers import sync
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.environment import fix_arithmetic, machine_description
+from perdure.trainers.recorded_config import CONFIG_FILE, recorded_config
 from perdure.trainers.recovery import Launch, incarnation
 
-CONFIG_FILE = "config.yaml"
+LOG_PARTS = (INCARNATION_DIR, SEAL_DIR, LOG_DIR)
+"""Directories that are empty until an incarnation has claimed the run."""
 CREATE_LOCK = "create.lock"
 MODES: dict[str, Callable[[TrainContext], Awaitable[None]]] = {"sync": sync.run}
 """Trainer mode → its loop."""
@@ -64,6 +73,7 @@ def train(
 
     Raises:
         ConfigError: There is a run already, or the configuration does not fit the task.
+        DamagedError: There is what a run leaves, without its ``run.json``.
         RunBusyError: Another process is creating the run at this moment.
         StorageError: The directory cannot be written.
         StoppedError: SIGTERM came; ``resume`` goes on.
@@ -78,6 +88,7 @@ def train(
 
 def resume(
     run_dir: Path,
+    overrides: Sequence[str] = (),
     *,
     take_over: bool = False,
     redo: bool = True,
@@ -86,18 +97,23 @@ def resume(
 ) -> None:
     """Go on with the run in ``run_dir`` as if nothing had happened.
 
+    Args:
+        overrides: ``key=value`` in place of recorded settings, for this incarnation; only those
+            that do not change what was trained (:func:`recorded_config`).
+
     Raises:
         NothingToResumeError: There is no run.
-        ConfigError: ``config.yaml`` or the data were changed.
+        ConfigError: The data were changed, or an override is refused.
         RunBusyError: A live process holds the run and ``take_over`` is not set.
-        DamagedError: Durable bytes are wrong and there is nothing valid to go on from.
+        DamagedError: Durable bytes are wrong and there is nothing valid to go on from, or
+            ``config.yaml`` is not the one the run was started with.
         RedoDivergedError: Deterministic mode and a redone step differs from its record.
         StoppedError: SIGTERM came; ``resume`` goes on.
     """
     injected = injected or Injected()
     storage = injected.storage_of(run_dir)
     info = read_run(storage)
-    config = _recorded_config(run_dir, info)
+    config = recorded_config(storage, run_dir, info=info, overrides=overrides)
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
     clock, faults = injected.clock, injected.faults
@@ -143,7 +159,25 @@ def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:
     """Make the run directory without training; returns the task. Raises as :func:`train`."""
     task = make_task(config.task, config.seed)
     _check_fit(config, task)
+    info = RunInfo(
+        run_id=uuid.uuid4().hex,
+        created_wall_s=injected.clock.wall_s(),
+        versions=machine_description(),
+        config_digest=config_digest(config),
+        dataset_digest=task.dataset_digest,
+    )
     storage = injected.storage_of(run_dir)
+    try:
+        _create(storage, run_dir, config=config, info=info)
+    except StorageError as error:
+        if storage.exists(RUN_FILE):
+            raise
+        raise before_the_run(error) from error
+    return task
+
+
+def _create(storage: Storage, run_dir: Path, *, config: RunConfig, info: RunInfo) -> None:
+    """``run.json`` commits the creation; whatever one that was cut short left is made again."""
     storage.make_dirs("")
     lock = storage.lock(CREATE_LOCK)
     if lock is None:
@@ -153,46 +187,29 @@ def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:
             way_out="choose another directory with --run DIR",
         )
     try:
-        if storage.exists("run.json"):
-            raise ConfigError(
-                "there is a run here already",
-                where=str(run_dir),
-                rule="a run is never started over an existing one",
-                way_out=f"go on with `perdure resume {run_dir}`, or choose another --run DIR",
-            )
-        # run.json commits the creation, so what it needs comes first.
+        _refuse_existing(storage, run_dir)
         storage.write_atomic(CONFIG_FILE, render_yaml(config).encode())
-        info = RunInfo(
-            run_id=uuid.uuid4().hex,
-            created_wall_s=injected.clock.wall_s(),
-            versions=machine_description(),
-            config_digest=config_digest(config),
-            dataset_digest=task.dataset_digest,
-        )
         create_run(storage, info)
     finally:
         lock.release()
-    return task
 
 
-def _recorded_config(run_dir: Path, info: RunInfo) -> RunConfig:
-    path = run_dir / CONFIG_FILE
-    if not path.exists():
-        raise DamagedError(
-            "is missing",
-            where=str(path),
-            rule="a run is resumed with the configuration it was started with",
-            way_out="restore the file from a copy",
-        )
-    config = load_config(RunConfig, path)
-    if config_digest(config) != info.config_digest:
+def _refuse_existing(storage: Storage, run_dir: Path) -> None:
+    if storage.exists(RUN_FILE):
         raise ConfigError(
-            "was changed since the run was started",
-            where=str(path),
-            rule="a run goes on with the configuration it was started with",
-            way_out="restore the file, or start a new run with the new settings",
+            "there is a run here already",
+            where=str(run_dir),
+            rule="a run is never started over an existing one",
+            way_out=f"go on with `perdure resume {run_dir}`, or choose another --run DIR",
         )
-    return config
+    remains = [name for name in (*LOG_PARTS, CHECKPOINTS, QUARANTINE) if storage.list(name)]
+    if remains:
+        raise DamagedError(
+            f"is missing, and the directory holds {', '.join(remains)}",
+            where=str(run_dir / RUN_FILE),
+            rule="nothing is started over what may be the experience of a run",
+            way_out="restore the file from a copy and resume, or choose another --run DIR",
+        )
 
 
 def _check_fit(config: RunConfig, task: Task) -> None:

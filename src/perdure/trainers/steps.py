@@ -46,7 +46,7 @@ async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
         f"prompt groups failed in {MAX_REFILL_ROUNDS} rounds, the last one with: {reasons[0]}",
         where=f"global step {step}",
         rule="a failed session fails its group; it is never a zero reward",
-        way_out="mend the verifier or the data, then resume the run",
+        way_out="mend the verifier, then resume the run; other data need a new run",
     )
 
 
