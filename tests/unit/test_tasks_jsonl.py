@@ -99,7 +99,7 @@ def test_a_file_without_examples_is_refused(tmp_path: Path, content: str):
 
 
 def test_a_missing_file_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"gone\.jsonl: cannot be read.*working directory"):
+    with pytest.raises(ConfigError, match=r"gone\.jsonl: cannot be read.*task\.jsonl\.path=FILE"):
         make(tmp_path / "gone.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         make(tmp_path)

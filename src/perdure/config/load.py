@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from perdure.config import yaml_text
 from perdure.config.explain import problem_of
 from perdure.config.overrides import apply_overrides, override_key
-from perdure.config.section import Problem, Section
+from perdure.config.section import Problem, Section, parent_of
 from perdure.core.errors import ConfigError, NothingToResumeError
 from perdure.core.names import nearest
 
@@ -23,6 +24,9 @@ M = TypeVar("M", bound=Section)
 
 def load_config(model_cls: type[M], recipe_path: Path, overrides: Sequence[str] = ()) -> M:
     """Read a recipe, apply ``key.sub=value`` overrides and check everything.
+
+    Paths of files (``model_cls.file_fields``) become absolute: those of the recipe start at its
+    directory, those of the overrides at the working directory.
 
     Raises:
         NothingToResumeError: The recipe does not exist; names the nearest one.
@@ -39,13 +43,24 @@ def load_config(model_cls: type[M], recipe_path: Path, overrides: Sequence[str] 
             rule="a recipe is a UTF-8 text file",
             way_out="name a readable YAML file",
         ) from error
-    return config_from_text(model_cls, text, where=str(recipe_path), overrides=overrides)
+    return config_from_text(
+        model_cls, text, where=str(recipe_path), overrides=overrides, folder=recipe_path.parent
+    )
 
 
 def config_from_text(
-    model_cls: type[M], text: str, *, where: str, overrides: Sequence[str] = ()
+    model_cls: type[M],
+    text: str,
+    *,
+    where: str,
+    overrides: Sequence[str] = (),
+    folder: Path = Path(),
 ) -> M:
-    """:func:`load_config` for text that was read elsewhere; ``where`` names it in messages.
+    """:func:`load_config` for text that was read elsewhere.
+
+    Args:
+        where: Names the text in messages.
+        folder: Where paths in the text start.
 
     Raises:
         ConfigError: The text cannot be read or honoured; names every problem.
@@ -61,13 +76,22 @@ def config_from_text(
             way_out="write it as key: value lines",
         )
     settings = typing.cast("dict[str, Any]", data)
+    _make_absolute(settings, model_cls.file_fields, folder)
     problems = apply_overrides(settings, overrides)
+    _make_absolute(settings, model_cls.file_fields, Path())
     config, found = _validate(model_cls, settings)
     problems += found
     if config is None or problems:
         keys = {override_key(override) for override in overrides}
         raise _error(problems, where=where, override_keys=keys)
     return config
+
+
+def _make_absolute(settings: dict[str, Any], files: Sequence[str], folder: Path) -> None:
+    for field in files:
+        section, name = parent_of(settings, field)
+        if section is not None and isinstance(path := section.get(name), str) and path:
+            section[name] = os.path.abspath(folder / path)
 
 
 def _validate(model_cls: type[M], data: dict[str, Any]) -> tuple[M | None, list[Problem]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, cast
+from typing import Any, ClassVar, Final, cast
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_jsonable_python
@@ -52,6 +52,14 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    file_fields: ClassVar[tuple[str, ...]] = ()
+    """Dotted names of fields that name files, in the root section of a recipe.
+
+    The loader makes them absolute: those of the recipe start at its directory, those of the command
+    line at the working directory. Where a file lies is left out of :func:`config_digest`; what it
+    holds is for its reader to digest.
+    """
+
     def problems(self) -> Iterable[Problem]:
         """Broken rules over several fields of this section; the loader asks, pydantic does not."""
         return ()
@@ -68,7 +76,21 @@ OPERATIONAL: Final = _Operational()
 
 def config_digest(config: Section) -> str:
     """xxh3-128 hex of everything in ``config`` that affects arithmetic."""
-    return digest_values(_arithmetic(config))
+    value = _arithmetic(config)
+    for field in type(config).file_fields:
+        section, name = parent_of(value, field)
+        if section is not None:
+            section.pop(name, None)
+    return digest_values(value)
+
+
+def parent_of(data: object, field: str) -> tuple[dict[str, Any] | None, str]:
+    """The mapping inside nested ``data`` that a dotted field lies in, if it is there; its name."""
+    *sections, name = field.split(".")
+    node = data
+    for section in sections:
+        node = cast("dict[str, Any]", node).get(section) if isinstance(node, dict) else None
+    return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), name
 
 
 def render_yaml(config: Section) -> str:

@@ -34,7 +34,7 @@ class JsonlOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    path: str = Field(min_length=1, description="The file; relative to the working directory.")
+    path: str = Field(min_length=1, description="The file; relative to the recipe's.")
     held_out_path: str | None = Field(
         default=None,
         min_length=1,
@@ -141,12 +141,12 @@ def jsonl_task(options: JsonlOptions, seed: int) -> JsonlTask:
         ConfigError: A file is missing or has bad lines (all named at once), an example lies on
             both sides of the split, or a side is empty.
     """
-    main = _read(options.path, options)
+    main = _read(options.path, options, field="path")
     files = [main]
     if options.held_out_path is None:
         training, held_out = _split(main, options.held_out_fraction)
     else:
-        files.append(_read(options.held_out_path, options))
+        files.append(_read(options.held_out_path, options, field="held_out_path"))
         require_disjoint(main, files[1])
         training, held_out = main.examples, files[1].examples
     tokenizer = _tokenizer(options, files)
@@ -180,10 +180,12 @@ def _normalized(text: str, match: str) -> str:
     return spaced if match == "spaces" else spaced.casefold()
 
 
-def _read(path: str, options: JsonlOptions) -> ExampleFile:
-    alphabet = options.alphabet if options.tokenizer == "characters" else None
+def _read(path: str, options: JsonlOptions, *, field: str) -> ExampleFile:
     return read_examples(
-        Path(path), alphabet=alphabet, judge=lambda text, answer: matches(text, answer, options)
+        Path(path),
+        field=f"task.{_NAME}.{field}",
+        alphabet=options.alphabet if options.tokenizer == "characters" else None,
+        judge=lambda text, answer: matches(text, answer, options),
     )
 
 

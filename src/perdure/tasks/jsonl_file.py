@@ -49,12 +49,13 @@ class _BadLine(Exception):
 
 
 def read_examples(
-    path: Path, *, alphabet: str | None, judge: Callable[[str, str], bool]
+    path: Path, *, field: str, alphabet: str | None, judge: Callable[[str, str], bool]
 ) -> ExampleFile:
     """Read ``path``; empty lines are passed over.
 
     Args:
         path: The file.
+        field: The setting that names it, for messages.
         alphabet: The characters that texts may have; None allows all.
         judge: The verifier, (response, answer) → right. What a line shows must be right.
 
@@ -67,8 +68,10 @@ def read_examples(
         raise ConfigError(
             f"cannot be read ({error.strerror or error})",
             where=str(path),
-            rule="a relative path starts at the working directory",
-            way_out="correct task.jsonl.path or start from the directory the path is meant for",
+            rule=f"{field} starts at the recipe's directory, on the command line at the working"
+            " directory",
+            way_out=f"put the file back, or say where it is with {field}=FILE (to `perdure resume`"
+            " too, as long as its content is the same)",
         ) from error
     examples: list[Example] = []
     problems: list[str] = []

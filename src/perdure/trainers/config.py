@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -111,6 +111,8 @@ class LogConfig(Section):
 
 class RunConfig(Section):
     """One run. ``perdure config show RECIPE`` prints it resolved."""
+
+    file_fields: ClassVar[tuple[str, ...]] = ("task.jsonl.path", "task.jsonl.held_out_path")
 
     seed: Annotated[int, Field(ge=0)] = 1
     mode: Literal["sync"] = "sync"
