@@ -168,6 +168,23 @@ def test_a_missing_directory_falls_back_and_leaves_a_reason() -> None:
     saved = Saved()
     saved.storage.remove(ROOT)
     saved.expect_fallback("manifest.json: missing")
+    assert saved.storage.list("quarantine") == [f"{NEW}.reason.json"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_checkpoint_that_is_still_the_newest_is_reported_once(lost: bool) -> None:
+    """Every resume passes over it until another one is committed."""
+    saved = Saved()
+    if lost:
+        saved.storage.remove(ROOT)
+    else:
+        saved.storage.damage(f"{ROOT}/state.msgpack", b"bad")
+    saved.expect_fallback("missing" if lost else "state.msgpack")
+    first = {p: d for p, d in saved.storage.files().items() if p.startswith("quarantine/")}
+    for _ in range(3):
+        assert saved.engine.choose(saved.ledger.committed()).skipped
+    again = {p: d for p, d in saved.storage.files().items() if p.startswith("quarantine/")}
+    assert again == first
 
 
 @given(

@@ -155,8 +155,15 @@ def choose(storage: Storage, committed: Sequence[Checkpointed], *, events: Event
 
 
 def quarantine(storage: Storage, report: VerifyReport) -> None:
-    """Move a damaged checkpoint out of the way, the reason first; a missing one leaves a reason."""
+    """Move a damaged checkpoint out of the way, the reason first.
+
+    A missing one leaves a reason, unless there is one: it was moved before, or missed before.
+    """
     if any(problem.unreadable for problem in report.problems):
+        return
+    source = directory_path(report.directory)
+    present = storage.exists(source)
+    if not present and storage.exists(_reason_path(report.directory)):
         return
     target, copies = report.directory, 1
     while storage.list(f"{QUARANTINE}/{target}"):
@@ -168,12 +175,15 @@ def quarantine(storage: Storage, report: VerifyReport) -> None:
         "problems": {problem.file: problem.reason for problem in report.problems},
     }
     storage.make_dirs(QUARANTINE)
-    storage.write_atomic(f"{QUARANTINE}/{target}.reason.json", sealed_json.encode(reason))
-    source = directory_path(report.directory)
-    if storage.exists(source):
+    storage.write_atomic(_reason_path(target), sealed_json.encode(reason))
+    if present:
         storage.rename(source, f"{QUARANTINE}/{target}")
         storage.sync_dir(QUARANTINE)
         storage.sync_dir(CHECKPOINTS)
+
+
+def _reason_path(target: str) -> str:
+    return f"{QUARANTINE}/{target}.reason.json"
 
 
 def _without_manifest(directory: str, reason: str, *, unreadable: bool = False) -> VerifyReport:
