@@ -15,6 +15,7 @@ import torch
 from drill_tools import RECIPE, assert_same_training
 
 from perdure.audit import audit_run
+from perdure.checkpoint import CheckpointReader, decode_manifest
 from perdure.config import load_config
 from perdure.core.errors import DamagedError, RedoDivergedError, StoppedError, TrainingError
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
@@ -207,6 +208,43 @@ def test_a_checkpoint_taken_again_stands_where_the_first_one_stood(tmp_path: Pat
     launch.resume(run, redo=False, display=events)
     assert not events.of("redone"), "what was trained beyond the checkpoint is void"
     assert_audited(run)
+
+
+def test_a_checkpoint_staged_while_redoing_says_how_things_stood_then(
+    tmp_path: Path,
+) -> None:
+    """Clocks, data position and group count are those of its step, not of the log's end."""
+    launch.train(load_config(RunConfig, RECIPE, ["checkpoint.keep=9"]), tmp_path / "reference")
+    run = tmp_path / "run"
+    overrides = ("checkpoint.keep=9", "checkpoint.every_steps=100")
+    cut_off(run, *overrides, point=FaultPoint.WEIGHTS_PUBLISHED, hit=5)
+    launch.resume(run, ["checkpoint.every_steps=2"])
+    expected = manifests(tmp_path / "reference")
+    found = manifests(run)
+    assert {step for step, incarnation in found if incarnation == 2} == {2, 4, 6}
+    for step in (0, 2, 4, 6):
+        again = found.get((step, 2)) or found[step, 1]
+        assert again == expected[step, 1], step
+    assert len({next_group for _, next_group in expected.values()}) == 4
+
+
+def manifests(run: Path) -> dict[tuple[int, int], tuple[dict[str, int], int]]:
+    """(step, incarnation) → clocks and next group of each training checkpoint."""
+    storage = PosixStorage(run)
+    found: dict[tuple[int, int], tuple[dict[str, int], int]] = {}
+    for record in state_of(run).checkpoints:
+        if record.phase == "train":
+            manifest = decode_manifest(
+                storage.read(f"checkpoints/{record.directory}/manifest.json"), where=""
+            )
+            experience = CheckpointReader(storage, manifest).experience()
+            assert experience["next_group"] == experience["next_data_index"]
+            name = manifest.name
+            found[name.step, name.incarnation] = (
+                dict(manifest.info.clocks),
+                experience["next_group"],
+            )
+    return found
 
 
 def test_other_bits_stop_a_deterministic_warm_start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perdure.checkpoint import StagedInfo
-from perdure.core.ids import CheckpointName, GlobalStep, LogPosition
+from perdure.core.ids import CheckpointName, GlobalStep, LogPosition, PolicyVersion
 from perdure.core.records import Checkpointed, ControlRecord
 from perdure.trainers.context import TrainContext
 
@@ -26,17 +26,22 @@ def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
 def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) -> None:
     """Stage the present state as ``phase``/``step``; ``must`` waits until it is committed.
 
+    The manifest says how things stood at that step, also when the step is being redone and the log
+    goes on far beyond it.
+
     Raises:
         StorageError: ``must`` and it could not be committed.
     """
     state = ctx.store.state
+    position = _position(ctx, phase, step)
+    submitted = _submitted_before(ctx, position)
     info = StagedInfo(
-        position=_position(ctx, phase, step),
+        position=position,
         clocks={
             "global_step": ctx.progress.global_step,
             "local_update": ctx.progress.local_updates,
             "optimizer_step": ctx.runtime.optimizer_step,
-            "policy_version": state.newest_version,
+            "policy_version": _version_before(ctx, position),
         },
         lineage={
             "run_id": ctx.run.run_id,
@@ -46,16 +51,38 @@ def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) ->
         algorithm=ctx.config.learner.algorithm,
         config_digest=ctx.config_digest,
         dataset_digest=ctx.task.dataset_digest,
-        experience={
-            "next_group": state.table.next_group,
-            "next_data_index": state.table.next_data_index,
-        },
+        # Groups and prompts are counted alike: every submission is a new group with a new prompt.
+        experience={"next_group": submitted, "next_data_index": submitted},
         environment={"threads": ctx.config.threads, **ctx.run.versions},
     )
     name = CheckpointName(phase, step, ctx.store.incarnation)
     if ctx.checkpoints.stage(name, info=info, must=must):
         ctx.staged.add((phase, step))
         ctx.last_checkpoint_s = ctx.clock.monotonic_s()
+
+
+def _version_before(ctx: TrainContext, position: LogPosition) -> PolicyVersion:
+    """The version that engines held when the log ended at ``position``; 0 before the first."""
+    published = reversed(ctx.store.state.published.values())
+    return next((r.version for r in published if _lies_before(ctx, r, position)), PolicyVersion(0))
+
+
+def _submitted_before(ctx: TrainContext, position: LogPosition) -> int:
+    """How many groups were submitted when the log ended at ``position``.
+
+    Groups are taken oldest first, so the last batch has the newest of those that are retired.
+    """
+    state = ctx.store.state
+    batches = (r for r in reversed(state.taken.values()) if _lies_before(ctx, r, position))
+    last = next(batches, None)
+    known = [*last.groups] if last is not None else []
+    known += [n for n, g in state.groups.items() if _lies_before(ctx, g.submitted, position)]
+    return max(known, default=-1) + 1
+
+
+def _lies_before(ctx: TrainContext, record: ControlRecord, position: LogPosition) -> bool:
+    place = ctx.store.state.position_of(record)
+    return place is not None and place <= position
 
 
 def _position(ctx: TrainContext, phase: str, step: int) -> LogPosition:
