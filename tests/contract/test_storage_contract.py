@@ -239,6 +239,21 @@ def test_remove_takes_files_and_trees_and_absent_paths(storage: Storage) -> None
     assert storage.list("") == []
 
 
+def test_what_dead_writers_left_is_collected_and_nothing_else(storage: Storage) -> None:
+    storage.make_dirs("d/e")
+    left, others = ".tmp-00ff00ff00ff00ff-f", [".tmp-manifest.json", ".tmp-00ff-f", "f"]
+    for name in (left, *others):
+        storage.write_atomic(f"d/{name}", b"1")
+        storage.write_atomic(f"d/e/{name}", b"1")
+    assert storage.collect_temporaries("d") == 1
+    assert not storage.exists(f"d/{left}")
+    assert all(storage.exists(f"d/{name}") for name in others)
+    assert storage.exists(f"d/e/{left}")
+    assert storage.collect_temporaries("d") == storage.collect_temporaries("absent") == 0
+    storage.write_atomic(left, b"1")
+    assert storage.collect_temporaries("") == 1
+
+
 def test_sync_of_files_and_directories(storage: Storage) -> None:
     storage.make_dirs("d")
     storage.write_atomic("d/f", b"1")

@@ -14,6 +14,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from perdure.audit import audit_run, diff_runs
+from perdure.experience import read_experience
+from perdure.storage import PosixStorage
 
 HERE = Path(__file__).parent
 RECIPE = HERE / "drill_recipe.yaml"
@@ -110,7 +112,11 @@ def next_action(run: Path) -> str:
 
 
 def assert_same_training(run: Path, reference: Path) -> None:
-    """The audit proves the run, and everything but wall-clock fields equals the reference."""
+    """The audit proves the run, and everything but wall-clock fields equals the reference.
+
+    Nothing is left of atomic writes that kills have cut short.
+    """
+    assert not list(run.rglob(".tmp-*"))
     report = audit_run(run)
     assert report.ok, "\n".join(report.summary_lines())
     difference = diff_runs(reference, run)
@@ -130,9 +136,9 @@ def assert_same_results(run: Path, reference: Path) -> None:
 
 def final_tensors(run: Path) -> dict[str, np.ndarray[Any, Any]]:
     """All tensors (model, optimizer, generators) of the last checkpoint of a complete run."""
-    # Written behind the last step; an older manifest may be one that a drill has damaged.
-    latest = json.loads((run / "checkpoints/latest.json").read_text())
-    newest = run / "checkpoints" / latest["directory"]
+    # Not by the manifests: an older one may be one that a drill has damaged.
+    state, _ = read_experience(PosixStorage(run))
+    newest = run / "checkpoints" / state.checkpoints[-1].directory
     tensors: dict[str, np.ndarray[Any, Any]] = {}
     for file in sorted(newest.rglob("*.safetensors")):
         part = str(file.relative_to(newest))

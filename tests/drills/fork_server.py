@@ -75,8 +75,10 @@ def wait(children: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         for child in sorted(running):
             pid, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
             if pid == child and os.WIFSTOPPED(status):
-                (answers[child]["when_stopped"],) = serve([children[child]["when_stopped"]])
-                os.kill(child, signal.SIGCONT)
+                # Without a command it was somebody else who stopped it, and who lets it go on.
+                if children[child]["when_stopped"] is not None:
+                    (answers[child]["when_stopped"],) = serve([children[child]["when_stopped"]])
+                    os.kill(child, signal.SIGCONT)
             elif pid == child:
                 answers[child]["status"] = os.waitstatus_to_exitcode(status)
                 running.discard(child)

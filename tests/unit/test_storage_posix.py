@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -194,6 +195,55 @@ def test_a_fault_after_the_link_leaves_a_whole_claim(tmp_path: Path) -> None:
         storage.create_exclusive("claim", b"whole")
     assert storage.read("claim") == b"whole"
     assert os.listdir(tmp_path) == ["claim"]
+
+
+@pytest.mark.parametrize("write", ["write_atomic", "create_exclusive"])
+def test_the_temporary_file_of_a_live_writer_is_left_alone(tmp_path: Path, write: str) -> None:
+    plan = FaultPlan()
+    collected: list[int] = []
+
+    def collect(point: FaultPoint) -> None:
+        if point is FaultPoint.STORAGE_TEMPORARY_SYNCED:
+            assert len(list(tmp_path.glob(".tmp-*"))) == 1
+            collected.append(PosixStorage(tmp_path).collect_temporaries(""))
+
+    plan.observers.append(collect)
+    getattr(PosixStorage(tmp_path, faults=plan), write)("p", b"whole")
+    assert collected == [0]
+    assert PosixStorage(tmp_path).read("p") == b"whole"
+    assert os.listdir(tmp_path) == ["p"]
+
+
+def test_the_temporary_file_of_a_killed_writer_is_collected(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        kill = FaultRule(FaultPoint.STORAGE_TEMPORARY_SYNCED, action=FaultAction.KILL)
+        PosixStorage(tmp_path, faults=FaultPlan([kill])).write_atomic("p", b"never")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-")
+    assert PosixStorage(tmp_path).collect_temporaries("") == 1
+    assert not os.listdir(tmp_path)
+
+
+def test_a_writer_whose_new_file_is_collected_takes_another_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its creation and its lock a temporary file looks like one that was left behind."""
+    flock, collected = fcntl.flock, list[int]()
+
+    def collect_first(descriptor: int, operation: int) -> None:
+        if not collected:
+            collected.append(0)
+            collected.append(PosixStorage(tmp_path).collect_temporaries(""))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", collect_first)
+    PosixStorage(tmp_path).write_atomic("p", b"whole")
+    assert collected == [0, 1]
+    assert PosixStorage(tmp_path).read("p") == b"whole"
+    assert os.listdir(tmp_path) == ["p"]
 
 
 _HOLDER = """

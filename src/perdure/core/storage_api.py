@@ -108,6 +108,14 @@ class Storage(Protocol):
         """Remove a file or a directory tree; absent is fine. Durable after :meth:`sync_dir`."""
         ...
 
+    def collect_temporaries(self, path: str) -> int:
+        """Remove what atomic writes and exclusive creations left in a directory; returns how many.
+
+        Only what belongs to processes that died: that of a live one is never touched, whoever it
+        is. An absent directory has none.
+        """
+        ...
+
     def sync_file(self, path: str) -> None:
         """fsync an existing file by name (what is in the page cache reaches the disk)."""
         ...

@@ -187,6 +187,10 @@ class FaultyStorage:
         self._inner.remove(path)
         self._forget_pages(path)
 
+    def collect_temporaries(self, path: str) -> int:
+        self._strike("remove", path, _Touch.NAME)
+        return self._inner.collect_temporaries(path)
+
     def sync_file(self, path: str) -> None:
         if self._strike("sync", path, _Touch.SYNC) is StorageFaultKind.EIO_SYNC:
             self.lose_pages(path)

@@ -14,9 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from perdure.storage.memory_disk import DirNode, Disk, FileNode, Node, Operation, PowerLost
+from perdure.storage.memory_disk import DirNode, Disk, FileNode, Node, Operation, PowerLost, walk
 from perdure.storage.power_loss import CrashMode, PowerLoss
-from perdure.storage.refusals import TEMPORARY_PREFIX, refusal, relative_parts
+from perdure.storage.refusals import (
+    TEMPORARY_PREFIX,
+    is_temporary,
+    refusal,
+    relative_parts,
+    temporary_name,
+)
 
 
 class MemoryStorage:
@@ -96,7 +102,7 @@ class MemoryStorage:
     def files(self) -> dict[str, bytes]:
         """Every file as processes see it, temporary ones included."""
         with self._disk.mutex:
-            return dict(_walk("", self._disk.root))
+            return dict(walk("", self._disk.root))
 
     def damage(self, path: str, data: bytes) -> None:
         """Replace a file's bytes behind everybody's back, durably; not a step of the journal."""
@@ -195,6 +201,18 @@ class MemoryStorage:
             if node is not None:
                 directory, name = self._parent("remove", path)
                 self._remove(path, node, directory, name)
+
+    def collect_temporaries(self, path: str) -> int:
+        with self._disk.mutex:
+            self._check()
+            # Whoever writes one holds the mutex, so all of these were left behind.
+            node = self._find(path)
+            if not isinstance(node, DirNode):
+                return 0
+            left = [name for name in node.names if is_temporary(name)]
+            for name in left:
+                self._remove(f"{path}/{name}", node.names[name], node, name)
+            return len(left)
 
     def sync_file(self, path: str) -> None:
         with self._disk.mutex:
@@ -297,7 +315,7 @@ class MemoryStorage:
         self._check()
         directory, name = self._parent(action, path)
         self._disk.temporaries += 1
-        temporary = f"{TEMPORARY_PREFIX}{self._disk.temporaries}-{name}"
+        temporary = temporary_name(self._disk.temporaries, name)
         node = FileNode()
         self._disk.change_names("create", temporary, added=(directory, temporary, node))
         self._disk.write(node, data, temporary)
@@ -371,14 +389,6 @@ class MemoryLock:
 
     def release(self) -> None:
         self._storage.unlock(self._name)
-
-
-def _walk(prefix: str, directory: DirNode) -> Iterator[tuple[str, bytes]]:
-    for name, node in sorted(directory.names.items()):
-        if isinstance(node, FileNode):
-            yield prefix + name, bytes(node.data)
-        else:
-            yield from _walk(f"{prefix}{name}/", node)
 
 
 def _os_error(number: int) -> OSError:

@@ -286,3 +286,12 @@ def _nodes(root: DirNode) -> Iterator[Node]:
         yield node
         if isinstance(node, DirNode):
             waiting += [*node.names.values(), *node.durable.values()]
+
+
+def walk(prefix: str, directory: DirNode) -> Iterator[tuple[str, bytes]]:
+    """Paths and bytes of every file below ``directory``, as processes see them."""
+    for name, node in sorted(directory.names.items()):
+        if isinstance(node, FileNode):
+            yield prefix + name, bytes(node.data)
+        else:
+            yield from walk(f"{prefix}{name}/", node)

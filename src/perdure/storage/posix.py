@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from perdure.core.faults import FaultHook, FaultPoint, NoFaults
-from perdure.storage.refusals import TEMPORARY_PREFIX, abandoned, refusal, relative_parts
+from perdure.storage.refusals import (
+    TEMPORARY_PREFIX,
+    abandoned,
+    is_temporary,
+    refusal,
+    relative_parts,
+    temporary_name,
+)
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _APPEND_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -133,6 +140,15 @@ class PosixStorage:
             except IsADirectoryError:
                 _remove_tree(full)
 
+    def collect_temporaries(self, path: str) -> int:
+        directory = self._full(path)
+        with _refusing("remove temporary files", path or self._root):
+            try:
+                names = [name for name in os.listdir(directory) if is_temporary(name)]
+            except FileNotFoundError:
+                return 0
+            return sum(_remove_if_abandoned(os.path.join(directory, name)) for name in names)
+
     def sync_file(self, path: str) -> None:
         with _refusing("sync", path, passing=FileNotFoundError):
             descriptor = os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
@@ -151,12 +167,13 @@ class PosixStorage:
                 self._full(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE
             )
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+                locked = _try_lock(descriptor)
+            except OSError:
                 os.close(descriptor)
-                if isinstance(error, BlockingIOError):
-                    return None
                 raise
+            if not locked:
+                os.close(descriptor)
+                return None
         return PosixLock(descriptor)
 
     def _full(self, path: str) -> str:
@@ -173,21 +190,16 @@ class PosixStorage:
     @contextlib.contextmanager
     def _temporary(self, full: str, data: bytes) -> Generator[str]:
         """A durable temporary file beside ``full``; what is left of it in the end is removed."""
-        directory, name = os.path.split(full)
-        temporary = os.path.join(directory, f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}-{name}")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, _FILE_MODE)
+        temporary, descriptor = _create_temporary(full)
         try:
-            try:
-                _write(descriptor, [data])
-                os.fdatasync(descriptor)
-            finally:
-                os.close(descriptor)
+            _write(descriptor, [data])
+            os.fdatasync(descriptor)
             self._faults.reach(FaultPoint.STORAGE_TEMPORARY_SYNCED)
             yield temporary
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+            os.close(descriptor)
 
 
 class PosixAppendFile:
@@ -277,6 +289,49 @@ def _refusing(action: str, path: str, *, passing: type[OSError] | None = None) -
         if passing is not None and isinstance(error, passing):
             raise
         raise refusal(action, where=path, error=error) from error
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Take an exclusive flock(2); False if another open file holds it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _create_temporary(full: str) -> tuple[str, int]:
+    """Path and locked descriptor of a new temporary file beside ``full``.
+
+    The lock says that its writer lives; it falls with the process.
+    """
+    directory, name = os.path.split(full)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    while True:
+        number = int.from_bytes(os.urandom(8), "big")
+        temporary = os.path.join(directory, temporary_name(number, name))
+        descriptor = os.open(temporary, flags, _FILE_MODE)
+        # Before it was locked, somebody may have taken it for one that was left behind.
+        if _try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
+            return temporary, descriptor
+        os.close(descriptor)
+
+
+def _remove_if_abandoned(temporary: str) -> bool:
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        if not _try_lock(descriptor):
+            return False
+        # Gone under this name: its writer has just finished. Names are never used again.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+            return True
+        return False
+    finally:
+        os.close(descriptor)
 
 
 def _make_dir(directory: str) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from types import MappingProxyType
 
 from perdure.core.errors import StorageError
 
 TEMPORARY_PREFIX = ".tmp-"
 """Files whose name starts so are being written or were left by a crash; they do not count."""
+
+_TEMPORARY = re.compile(re.escape(TEMPORARY_PREFIX) + r"[0-9a-f]{16}-.")
 
 _GO_ON = ", then resume; nothing acknowledged is lost"
 
@@ -55,6 +58,16 @@ def abandoned(where: str) -> StorageError:
         rule="a failed sync is never retried, because the kernel may have dropped the bytes",
         way_out="append to a new file",
     )
+
+
+def temporary_name(number: int, name: str) -> str:
+    """Name of the temporary file number ``number`` (64 bits) beside the file ``name``."""
+    return f"{TEMPORARY_PREFIX}{number:016x}-{name}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether :func:`temporary_name` made this name: that of a storage's own temporary file."""
+    return _TEMPORARY.match(name) is not None
 
 
 def relative_parts(path: str) -> list[str]:

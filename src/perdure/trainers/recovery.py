@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perdure.checkpoint import CheckpointEngine, CheckpointOptions, Choice
+from perdure.checkpoint.manifest import CHECKPOINTS
+from perdure.checkpoint.verification import QUARANTINE
 from perdure.config import config_digest
 from perdure.core.clock import Clock
 from perdure.core.errors import DamagedError
@@ -22,8 +24,10 @@ from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import ControlRecord, Evicted, GroupSettled
 from perdure.core.storage_api import Storage
 from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
+from perdure.experience.claims import INCARNATION_DIR
+from perdure.experience.seals import SEAL_DIR
 from perdure.runtime.ledger import LogLedger
-from perdure.runtime.metrics_files import EventsFile, MetricsFiles
+from perdure.runtime.metrics_files import METRICS_DIR, EventsFile, MetricsFiles
 from perdure.tasks.api import Task
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.assembly import (
@@ -44,6 +48,9 @@ from perdure.trainers.sanity import (
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.steps import complete_step
 from perdure.trainers.warm_start import warm_start
+
+ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE, METRICS_DIR)
+"""Directories of a run where a killed process may have left a temporary file."""
 
 POISON_FAILURES = 2
 """A batch whose training raised this often is set aside."""
@@ -141,6 +148,8 @@ def _open(
     ledger.start(store)
     stack.callback(checkpoints.close)
     checkpoints.sweep(store.state.collected)
+    for path in ATOMIC_WRITES_GO_TO:
+        launch.storage.collect_temporaries(path)
     metrics = stack.enter_context(
         MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
     )
