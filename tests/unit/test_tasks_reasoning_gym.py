@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from perdure.core.errors import ConfigError
+from perdure.core.errors import ConfigError, TrainingError
 from perdure.tasks.api import Prompt
 from perdure.tasks.generated import GeneratedTask
 from perdure.tasks.reasoning_gym import (
@@ -37,15 +37,52 @@ def test_the_package_judges_with_its_own_score():
     assert partly["correct"] == 0.0
 
 
-def test_a_verifier_that_raises_gives_a_counted_zero(monkeypatch: pytest.MonkeyPatch):
+def test_a_response_that_the_verifier_cannot_read_is_a_counted_zero():
+    task = make("coin_flip", max_prompt_tokens=4000)
+    prompt = task.prompt(0)
+    answer = json.loads(prompt.answer)["answer"]
+    assert verdict(task, prompt, answer)["correct"] == 1.0
+    assert verdict(task, prompt, "1e999") == {
+        "reward": 0.0,
+        "correct": 0.0,
+        "verifier_failed": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(RuntimeError, TrainingError), (OSError, OSError), (MemoryError, MemoryError)],
+)
+def test_a_verifier_that_does_not_work_is_never_a_zero(
+    monkeypatch: pytest.MonkeyPatch, raised: type[Exception], expected: type[Exception]
+):
     task = make("spell_backward")
     prompt = task.prompt(0)
 
     def score_answer(*_: object) -> float:
-        raise RuntimeError("no parser for this")
+        raise raised("out of order")
 
     monkeypatch.setattr(factory.DATASETS["spell_backward"][0], "score_answer", score_answer)
-    assert verdict(task, prompt, "x") == {"reward": 0.0, "correct": 0.0, "verifier_failed": 1.0}
+    with pytest.raises(expected, match="out of order"):
+        verdict(task, prompt, "x")
+
+
+def test_trouble_with_the_machine_is_never_a_zero(monkeypatch: pytest.MonkeyPatch):
+    """Although the verifier works again a moment later."""
+    task = make("spell_backward")
+    prompt = task.prompt(0)
+    dataset_class = factory.DATASETS["spell_backward"][0]
+    score, calls = dataset_class.score_answer, list[object]()
+
+    def score_answer(*arguments: object) -> float:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError("too many open files")
+        return score(*arguments)
+
+    monkeypatch.setattr(dataset_class, "score_answer", score_answer)
+    with pytest.raises(OSError, match="too many open files"):
+        verdict(task, prompt, "x")
 
 
 def test_prompts_beyond_the_limits_are_passed_over():

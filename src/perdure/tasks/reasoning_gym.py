@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from perdure.core.errors import ConfigError
+from perdure.core.errors import ConfigError, TrainingError
 from perdure.core.names import hint
 from perdure.tasks.api import RewardResult
 from perdure.tasks.generated import Draw, GeneratedTask, Problem
@@ -24,6 +24,9 @@ _WHERE = "task.reasoning_gym"
 _ITEMS = 2**31
 _PROBED = (_ITEMS - 1, 7, 1_000_003, 0)
 _ALPHABET = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace) | {" "}))
+
+_OF_THE_MACHINE = (MemoryError, OSError, ImportError)
+"""What a verifier raises for reasons that no response can be blamed for."""
 
 RUNS_ANSWERS = frozenset(
     {
@@ -85,7 +88,15 @@ class _Source:
         return Draw(prompt=question, response=answer, answer=needed)
 
     def verify(self, needed: str, response_ids: Sequence[int]) -> RewardResult:
-        """The data set's own score; ``verifier_failed`` is 1.0 where it raised on the response."""
+        """The data set's own score.
+
+        ``verifier_failed`` is 1.0 where the verifier raised on the response and judges the right
+        answer to the same item: then it is the response that cannot be read, and scores 0.
+
+        Raises:
+            TrainingError: The verifier raises on the right answer too.
+            MemoryError, OSError, ImportError: As the verifier said; they tell of the machine.
+        """
         text = finished_text(self._tokenizer, response_ids)
         if text is None:
             return _verdict(0.0)
@@ -100,8 +111,23 @@ class _Source:
             )
         try:
             return _verdict(float(self._dataset.score_answer(text, item)))
-        except Exception:  # noqa: BLE001 - foreign parsers raise anything on a wrong answer
+        except _OF_THE_MACHINE:
+            raise
+        except Exception as error:  # noqa: BLE001 - foreign parsers raise anything on an answer
+            self._require_working(item, cause=error)
             return _verdict(0.0, failed=True)
+
+    def _require_working(self, item: dict[str, Any], *, cause: Exception) -> None:
+        try:
+            self._dataset.score_answer(item["answer"], item)
+        except Exception as error:
+            raise TrainingError(
+                f"the verifier raised {type(cause).__name__}: {cause}, and {type(error).__name__}"
+                " on the right answer",
+                where=f"{_WHERE}.dataset {self._options.dataset}",
+                rule="a verifier that does not work judges nothing",
+                way_out="mend the installation of reasoning-gym, then resume the run",
+            ) from error
 
     def _fits(self, question: str, answer: str) -> bool:
         return (
