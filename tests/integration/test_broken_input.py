@@ -22,7 +22,7 @@ from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, I
 from perdure.core.records import Checkpointed
 from perdure.core.storage_api import Storage
 from perdure.storage import PosixStorage
-from perdure.trainers import launch
+from perdure.trainers import launch, memory
 from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
 
@@ -109,6 +109,31 @@ def test_a_model_that_does_not_fit_into_memory(tmp_path: Path, override: str) ->
     code, message = perdure("train", RECIPE, override, "--run", tmp_path / "run")
     assert code == 2, message
     assert "memory" in message
+
+
+def test_a_batch_that_does_not_fit_into_memory(tmp_path: Path) -> None:
+    """Refused at once and before there is a run, which a smaller one may then be."""
+    run = tmp_path / "run"
+    code, message = perdure("train", RECIPE, "trainer.train_batch_size=4000000000", "--run", run)
+    assert code == 2, message
+    assert "memory: trainer.train_batch_size = 4000000000 needs" in message
+    assert not (run / "run.json").exists()
+
+
+def test_a_batch_that_may_not_fit_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: memory.Memory(2**40, 1))
+    warnings: list[object] = []
+
+    def hear(name: str, fields: dict[str, object]) -> None:
+        if name == "warning":
+            warnings.append(fields["message"])
+
+    config = load_config(RunConfig, RECIPE, ["trainer.total_steps=1"])
+    launch.train(config, tmp_path / "run", display=hear)
+    assert len(warnings) == 2
+    assert "trainer.train_batch_size = 4 may need" in str(warnings[0])
 
 
 def test_weights_that_break_while_generating(tmp_path: Path) -> None:

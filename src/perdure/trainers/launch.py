@@ -36,6 +36,7 @@ from perdure.trainers import sync
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.environment import fix_arithmetic, machine_description
+from perdure.trainers.memory import require_memory
 from perdure.trainers.recorded_config import CONFIG_FILE, recorded_config
 from perdure.trainers.recovery import Launch, incarnation
 
@@ -116,6 +117,7 @@ def resume(
     config = recorded_config(storage, run_dir, info=info, overrides=overrides)
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
+    require_memory(config, task)
     clock, faults = injected.clock, injected.faults
     _execute(
         Launch(run_dir, config, task, storage, clock, faults, display, take_over, redo),
@@ -213,7 +215,8 @@ def _refuse_existing(storage: Storage, run_dir: Path) -> None:
 
 
 def _check_fit(config: RunConfig, task: Task) -> None:
-    """Rules that need the task's data: answers fit, and there are enough held-out prompts."""
+    """Rules that need the task's data: answers fit, enough held-out prompts, enough memory."""
+    require_memory(config, task)
     if config.rollout.max_new_tokens < task.max_answer_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}",

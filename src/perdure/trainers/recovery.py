@@ -38,6 +38,7 @@ from perdure.trainers.assembly import (
 )
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
+from perdure.trainers.memory import warn_of_memory
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
 from perdure.trainers.sanity import (
@@ -93,6 +94,7 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             file(name, fields)
             launch.events(name, fields)
 
+        warn_of_memory(launch.config, launch.task, events)
         check_log_reaches_checkpoints(launch.storage)
         claimed = claim_experience(
             launch.storage,

@@ -1,0 +1,131 @@
+"""Whether a step fits into memory, estimated before a run is made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.core.errors import ConfigError
+from perdure.core.events import EventSink
+from perdure.tasks.api import Task
+from perdure.trainers.config import RunConfig
+
+SESSION_BYTES = 4096
+"""What a session takes at least, its tokens aside, from its start until its batch is trained."""
+EXAMPLE_BYTES = 256
+"""The same for an example of the warm start."""
+ROLLOUT_TOKEN_BYTES = 9
+"""A token as it was sampled: id, log-probability, mask."""
+UPDATE_TOKEN_BYTES = 46
+"""A token of a local update, padding included: ids, indexes, masks, and the learner's signals."""
+
+LIMIT_FILES = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Where a container says how much memory it may use."""
+AVAILABLE_FILE = Path("/proc/meminfo")
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the machine (or container), and how many of them can be had now."""
+
+    total: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes that one setting makes a step hold at once, beside the models."""
+
+    field: str
+    value: int
+    at_least: int
+    at_most: int
+    smaller: str
+    """Settings that lower it."""
+
+
+def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need]:
+    """What a global step and a step of the warm start hold."""
+    trainer, supervised = config.trainer, config.learner.supervised
+    sessions = trainer.train_batch_size * config.rollout.sessions_per_group
+    longest = task.max_prompt_tokens + config.rollout.max_new_tokens
+    at_once = sessions // trainer.local_updates_per_step
+    tokens = sessions * longest * ROLLOUT_TOKEN_BYTES + at_once * longest * UPDATE_TOKEN_BYTES
+    examples = supervised.batch_size if supervised.steps else 0
+    shown = task.max_prompt_tokens + task.max_answer_tokens
+    return (
+        Need(
+            "trainer.train_batch_size",
+            trainer.train_batch_size,
+            at_least=sessions * SESSION_BYTES,
+            at_most=sessions * SESSION_BYTES + tokens,
+            smaller="trainer.train_batch_size, rollout.sessions_per_group or"
+            " rollout.max_new_tokens",
+        ),
+        Need(
+            "learner.supervised.batch_size",
+            supervised.batch_size,
+            at_least=examples * EXAMPLE_BYTES,
+            at_most=examples * (EXAMPLE_BYTES + shown * UPDATE_TOKEN_BYTES),
+            smaller="learner.supervised.batch_size",
+        ),
+    )
+
+
+def require_memory(config: RunConfig, task: Task, *, memory: Memory | None = None) -> None:
+    """Refuse what cannot fit, however short the answers are.
+
+    Raises:
+        ConfigError: A step holds more than the machine has.
+    """
+    memory = memory or machine_memory()
+    for need in step_needs(config, task):
+        if need.at_least > memory.total:
+            raise ConfigError(
+                f"{need.field} = {need.value} needs {need.at_least / _GIB:.1f} GiB or more",
+                where="memory",
+                rule=f"a step is held in memory until it is trained, and there are"
+                f" {memory.total / _GIB:.1f} GiB",
+                way_out=f"start a run with a smaller {need.smaller}, or use a machine with more"
+                " memory",
+            )
+
+
+def warn_of_memory(
+    config: RunConfig, task: Task, events: EventSink, *, memory: Memory | None = None
+) -> None:
+    """Say if a step may not fit, should every answer be as long as it may be."""
+    memory = memory or machine_memory()
+    for need in step_needs(config, task):
+        if need.at_most > memory.available:
+            message = (
+                f"{need.field} = {need.value} may need {need.at_most / _GIB:.1f} GiB beside the"
+                f" models, {memory.available / _GIB:.1f} GiB are available; if they run out, start"
+                f" a run with a smaller {need.smaller}"
+            )
+            events("warning", {"message": message})
+
+
+def machine_memory(
+    *, limit_files: Iterable[Path] = LIMIT_FILES, available_file: Path = AVAILABLE_FILE
+) -> Memory:
+    """Memory of this machine, or of the container as far as it says so."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in limit_files:
+        # "max" or no file: no limit.
+        with suppress(OSError, ValueError):
+            total = min(total, int(path.read_text()))
+    available = total
+    with suppress(OSError):
+        for line in available_file.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = min(total, int(line.split()[1]) * 1024)
+    return Memory(total, available)
