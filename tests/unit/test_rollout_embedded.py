@@ -84,12 +84,18 @@ def test_sleep_really_frees_weights_and_cache() -> None:
     async def scenario(engine: EmbeddedEngine) -> None:
         awake = engine.memory_bytes
         cache = 2 * MODEL.layers * 2 * 24 * MODEL.kv_heads * MODEL.head_dim * 4
-        assert awake == cache + sum(tensor.nbytes for tensor in weights().values())
+        copies = weights()["blocks.0.attention.qkv.weight"].nbytes
+        assert awake == cache + copies + sum(tensor.nbytes for tensor in weights().values())
         decoder = engine._decoder
         assert decoder is not None
         held = [
             weakref.ref(tensor)
-            for tensor in (*decoder._model.parameters(), decoder._cache.keys, decoder._cache.values)
+            for tensor in (
+                *decoder._model.parameters(),
+                *decoder._forward.held,
+                decoder._cache.keys,
+                decoder._cache.values,
+            )
         ]
         await chunk_lengths(engine, request_of("r"))
         del decoder
@@ -141,7 +147,7 @@ def test_tokens_delivered_before_a_failure_are_not_taken_back() -> None:
         stream = engine.generate(request_of("r"))
         delivered = len((await anext(stream)).token_ids)
         assert engine._decoder is not None
-        engine._decoder._model.norm.weight.fill_(torch.nan)
+        engine._decoder._model.embed.weight.fill_(torch.nan)
         with pytest.raises(TrainingError, match="'r' failed in the rollout engine"):
             await anext(stream)
         return delivered
@@ -251,16 +257,16 @@ def test_equal_prompts_are_computed_once(
     decoder = Decoder(MODEL, EngineOptions(slots=6, max_tokens=40, deterministic=deterministic))
     decoder.load_weights(weights())
     shapes: list[tuple[int, ...]] = []
-    forward = decoder._model.forward
+    prefill = decoder._forward.prefill
 
-    def counted(tokens_BT: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def counted(tokens_BT: torch.Tensor, *rest: Any) -> None:
         shapes.append(tuple(tokens_BT.shape))
-        return forward(tokens_BT, **rest)
+        prefill(tokens_BT, *rest)
 
-    monkeypatch.setattr(decoder._model, "forward", counted)
+    monkeypatch.setattr(decoder._forward, "prefill", counted)
     same, other = np.array([1, 2, 3, 4]), np.array([4, 3])
     decoder.prefill([(0, same), (1, same), (2, other), (5, same), (3, np.array([7]))])
-    assert shapes == [(8, 16)] if deterministic else shapes == [(2, 3)]
+    assert shapes == [(8, 16) if deterministic else (2, 3)]
     assert torch.equal(decoder._cache.keys[:, 0], decoder._cache.keys[:, 5])
     assert decoder._cache.keys[:, 2].any()
     assert not decoder._cache.keys[:, 3].any()
@@ -310,3 +316,18 @@ def test_deterministic_bits_at_widths_where_the_number_of_rows_matters() -> None
 
     together, alone = asyncio.run(main())
     assert together == alone
+
+
+def test_bfloat16_weights_are_served_and_others_refused() -> None:
+    given = {name: tensor.bfloat16() for name, tensor in weights().items()}
+
+    async def main() -> list[int]:
+        engine = engine_of(dtype="bfloat16")
+        with pytest.raises(ValueError, match=r"torch.float32, the model holds .* torch.bfloat16"):
+            await engine.load_weights(PolicyVersion(1), weights())
+        await engine.load_weights(PolicyVersion(1), given)
+        found = await chunk_lengths(engine, request_of("r"))
+        await engine.close()
+        return found
+
+    assert asyncio.run(main()) == [4, 4, 4]

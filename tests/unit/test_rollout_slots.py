@@ -1,8 +1,12 @@
+import itertools
+
 import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from perdure.core.keyed_random import generator
 from perdure.core.rollout_api import GenerationRequest, SamplingParams
-from perdure.rollout.slots import LiveRequest, SlotTable
+from perdure.rollout.slots import BAND_ROWS, LiveRequest, SlotTable
 
 
 def live_of(name: str, *, prefix: tuple[int, ...] = (), **sampling: object) -> LiveRequest:
@@ -89,3 +93,51 @@ def test_a_reused_slot_remembers_nothing() -> None:
     for name in ("token", "position", "generated", "delivered", "top_k", "top_p", "greedy"):
         np.testing.assert_array_equal(getattr(table, name), getattr(fresh, name))
     assert record(table, [3]) == []
+
+
+def test_stops_are_seen_in_steps_in_which_nothing_else_is_due() -> None:
+    table = table_of(live_of("a", max_new_tokens=6, stop_token_ids=(5,)))
+    found = [
+        table.record(np.array([token]), np.zeros(1, np.float32), chunk_tokens=50)
+        for token in (1, 2, 5)
+    ]
+    assert [outcome.due for outcome in found] == [[], [], [0]]
+    assert found[-1].stopped == [True]
+
+
+def test_a_row_that_was_not_delivered_stays_due() -> None:
+    table = table_of(live_of("a"))
+    assert record(table, [1]) == []
+    assert record(table, [1]) == [(0, False, False)]
+    assert record(table, [1]) == [(0, False, False)]
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(data=st.data())
+def test_compaction_keeps_bands_sorted_by_how_far_their_rows_are(data: st.DataObject) -> None:
+    """Requests that come one by one and leave in any order."""
+    slots = 3 * BAND_ROWS + 5
+    table = SlotTable(slots=slots, max_tokens=400, vocab_size=10)
+    for turn in range(data.draw(st.integers(1, 25))):
+        free = table.free_slots()
+        assert free == list(range(table.count, slots))
+        for slot in free[: data.draw(st.integers(0, 12))]:
+            table.occupy(slot, live_of(f"{turn}.{slot}", max_new_tokens=300))
+        if table.count:
+            count = table.count
+            table.record(np.zeros(count, np.int64), np.zeros(count, np.float32), chunk_tokens=400)
+        for slot in data.draw(st.sets(st.integers(0, slots - 1), max_size=8)):
+            if table.requests[slot] is not None:
+                table.release(slot)
+        before = {id(live): int(table.position[live.slot]) for live in table.requests if live}
+        targets, sources = table.compaction()
+        if targets:
+            table.move(targets, sources)
+        assert table.compaction() == ([], [])
+        assert table.live.tolist() == [True] * table.count + [False] * (slots - table.count)
+        held = [live for live in table.requests if live]
+        assert {id(live): int(table.position[live.slot]) for live in held} == before
+        live = table.position[: table.count]
+        bands = [live[start : start + BAND_ROWS] for start in range(0, len(live), BAND_ROWS)]
+        for ahead, behind in itertools.pairwise(bands):
+            assert ahead.min() >= behind.max()

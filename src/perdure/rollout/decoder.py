@@ -1,8 +1,8 @@
 """What the embedded engine holds on its device: weights and cache, and the two things it computes.
 
 Deterministic shapes: prefill runs a constant number of rows at a padded length that depends on the
-prompt alone, decoding runs every slot at the full attention length. So no bit of a request's result
-depends on what else is running.
+prompt alone, decoding runs every slot at the full attention length, and the rows of a product do
+not know their place. So no bit of a request's result depends on what else is running.
 
 Legend: S slots, N rows, B prompts, T tokens.
 """
@@ -20,17 +20,25 @@ from perdure.core.errors import TrainingError
 from perdure.core.trajectories import Array
 from perdure.models.digest import digest_weights, weights_of
 from perdure.models.transformer import ModelConfig, Transformer
+from perdure.rollout.forward import Bands, CachedForward, GraphedForward, ModelForward
+from perdure.rollout.fused import FusedForward
 from perdure.rollout.kv_cache import KVCache
 from perdure.rollout.options import EngineOptions
 from perdure.rollout.sampling import RowSampling, sample
-from perdure.rollout.slots import SlotTable
+from perdure.rollout.slots import BAND_ROWS, SlotTable
 
 PREFILL_ROWS = 8
 """Rows of a deterministic prefill batch."""
+PREFILL_MAX_TOKENS = 4096
+"""Tokens of any other prefill batch, padding included: memory stays bounded."""
 PREFILL_TOKENS = 16
 """Shortest padded prompt; longer ones are padded to the next power of two."""
 LENGTH_QUANTUM = 8
 """The attention length of a decode step is a multiple of this."""
+BAND_STEP = 24
+"""Bands whose lengths differ by less attend together: another call costs more than it saves."""
+GPU_LENGTH_QUANTUM = 128
+"""The same on a GPU, where every length is a captured graph."""
 
 
 class Decoder:
@@ -41,14 +49,32 @@ class Decoder:
         self._device = torch.device(options.device)
         with torch.device("meta"):
             model = Transformer(config)
-        self._model = model.to_empty(device=self._device).requires_grad_(False).eval()
+        model = model.to(getattr(torch, options.dtype)).to_empty(device=self._device)
+        self._model = model.requires_grad_(False).eval()
+        fused = self._device.type == "cpu" and options.dtype == "float32"
         self._cache = KVCache(
-            config, slots=options.slots, max_tokens=options.max_tokens, device=self._device
+            config,
+            slots=options.slots,
+            max_tokens=options.max_tokens,
+            device=self._device,
+            dtype=getattr(torch, options.dtype),
         )
+        self._on_gpu = self._device.type == "cuda"
+        self._forward = self._forward_of(fused)
+        self._seen_changes = -1
+        self._sampling: tuple[tuple[int, int], RowSampling] | None = None
+
+    def _forward_of(self, fused: bool) -> CachedForward:
+        if fused:
+            placeless = self._options.deterministic
+            return FusedForward(self._model, self._cache, placeless=placeless)
+        return (GraphedForward if self._on_gpu else ModelForward)(self._model, self._cache)
 
     @property
     def memory_bytes(self) -> int:
-        held = (*self._model.parameters(), self._cache.keys, self._cache.values)
+        """Bytes of weights, their rearranged copies and the cache."""
+        copies = self._forward.held
+        held = (*self._model.parameters(), *copies, self._cache.keys, self._cache.values)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def load_weights(self, weights: Mapping[str, Any]) -> str:
@@ -72,6 +98,7 @@ class Decoder:
                 )
         for name, tensor in held.items():
             tensor.copy_(incoming[name])
+        self._forward.refresh()
         self.clear()
         return digest_weights(held)
 
@@ -95,7 +122,9 @@ class Decoder:
                 bucket.setdefault(context.tobytes(), (context[:-1], []))[1].append(slot)
         for padded, bucket in buckets.items():
             prompts = list(bucket.values())
-            rows = PREFILL_ROWS if self._options.deterministic else len(prompts)
+            rows = PREFILL_ROWS
+            if not self._options.deterministic:
+                rows = max(1, min(len(prompts), PREFILL_MAX_TOKENS // padded))
             for start in range(0, len(prompts), rows):
                 self._prefill(prompts[start : start + rows], padded, rows)
 
@@ -113,15 +142,18 @@ class Decoder:
             tokens_BT[row, : len(prompt)] = prompt
             targets += slots
             sources += [row] * len(slots)
-        attend = self._cache.prefill_attention(self._to(targets), self._to(sources))
-        self._model(self._to(tokens_BT), attend=attend)
+        self._forward.prefill(self._to(tokens_BT), self._to(targets), self._to(sources))
 
     def compact(self, table: SlotTable) -> None:
         """Move live rows to the front, so that a step computes no free ones."""
+        if self._seen_changes == table.changes:
+            return
         targets, sources = table.compaction()
         if targets:
             table.move(targets, sources)
-            self._cache.move(self._to(targets), self._to(sources))
+            length = int(table.position[targets].max()) + 1
+            self._cache.move(self._to(targets), self._to(sources), length)
+        self._seen_changes = table.changes
 
     @torch.inference_mode()
     def step(self, table: SlotTable) -> tuple[Array, Array]:
@@ -134,22 +166,13 @@ class Decoder:
         Raises:
             TrainingError: The model's output is not finite.
         """
-        if self._options.deterministic:
-            rows, length = len(table.live), self._options.max_tokens
-        else:
-            rows = table.count
-            length = int(table.position[:rows].max()) // LENGTH_QUANTUM * LENGTH_QUANTUM
-            length = min(length + LENGTH_QUANTUM, self._options.max_tokens)
-        positions_N = self._to(table.position[:rows])
-        hidden_N1D = self._model(
-            self._to(table.token[:rows, None]),
-            positions=positions_N[:, None],
-            attend=self._cache.decode_attention(positions_N, length),
+        bands = self._bands(table)
+        rows = bands[-1][0]
+        logits_NV = self._forward.step(
+            self._to(table.token[:rows]), self._to(table.position[:rows]), bands
         )
         tokens_N, logprobs_N = sample(
-            self._model.logits(hidden_N1D[:, 0]),
-            self._to(table.next_uniforms(rows)),
-            self._row_sampling(table, rows),
+            logits_NV, self._to(table.next_uniforms(rows)), self._row_sampling(table, rows)
         )
         tokens, logprobs = tokens_N.cpu().numpy(), logprobs_N.cpu().numpy()
         if not np.isfinite(logprobs[table.live[:rows]]).all():
@@ -161,13 +184,43 @@ class Decoder:
             )
         return tokens, logprobs
 
+    def _bands(self, table: SlotTable) -> Bands:
+        """Rows and attention lengths of the next step."""
+        longest = self._options.max_tokens
+        if self._options.deterministic:
+            return ((len(table.live), longest),)
+        rows = table.count
+        if self._on_gpu:
+            # Few graphs serve all numbers of rows and lengths; free rows decode harmlessly.
+            length = int(table.position[:rows].max()) // GPU_LENGTH_QUANTUM + 1
+            rows = min(1 << (rows - 1).bit_length(), self._options.slots)
+            return ((rows, min(length * GPU_LENGTH_QUANTUM, longest)),)
+        starts = np.arange(0, rows, BAND_ROWS)
+        furthest = np.maximum.reduceat(table.position[:rows], starts)
+        lengths = np.minimum((furthest // LENGTH_QUANTUM + 1) * LENGTH_QUANTUM, longest)
+        bands: list[tuple[int, int]] = []
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            end = min(start + BAND_ROWS, rows)
+            if bands and abs(length - bands[-1][1]) < BAND_STEP:
+                bands[-1] = (end, max(length, bands[-1][1]))
+            else:
+                bands.append((end, length))
+        return tuple(bands)
+
     def _row_sampling(self, table: SlotTable, rows: int) -> RowSampling:
+        key = (table.changes, rows)
+        if self._sampling is None or self._sampling[0] != key:
+            self._sampling = (key, self._read_sampling(table, rows))
+        return self._sampling[1]
+
+    def _read_sampling(self, table: SlotTable, rows: int) -> RowSampling:
         truncated = (table.top_k[:rows] < table.vocab_size) | (table.top_p[:rows] < 1)
+        tempered = bool((table.temperature[:rows] != 1).any())
         return RowSampling(
-            temperature_N=self._to(table.temperature[:rows]),
-            top_k_N=self._to(table.top_k[:rows]),
-            top_p_N=self._to(table.top_p[:rows]),
-            greedy_N=self._to(table.greedy[:rows]),
+            temperature_N=self._to(table.temperature[:rows].copy()) if tempered else None,
+            top_k_N=self._to(table.top_k[:rows].copy()),
+            top_p_N=self._to(table.top_p[:rows].copy()),
+            greedy_N=self._to(table.greedy[:rows].copy()),
             truncated_N=self._to(truncated) if truncated.any() else None,
             some_greedy=bool(table.greedy[:rows].any()),
         )

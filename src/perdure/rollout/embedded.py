@@ -247,10 +247,10 @@ class EmbeddedEngine:
     def _step(self) -> None:
         assert self._decoder is not None
         table = self._table
-        if self._waiting and not self._paused:
-            self._let_in(self._decoder)
         if not self._options.deterministic:
             self._decoder.compact(table)
+        if self._waiting and not self._paused:
+            self._let_in(self._decoder)
         tokens_N, logprobs_N = self._decoder.step(table)
         outcome = table.record(tokens_N, logprobs_N, chunk_tokens=self._options.chunk_tokens)
         for slot, ended, stopped in zip(outcome.due, outcome.ended, outcome.stopped, strict=True):

@@ -6,36 +6,74 @@ L attention length.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from perdure.models.transformer import Attend, ModelConfig, causal_attention
 
+CACHE_LINE = 64
+"""Bytes."""
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Zeros; on a CPU in huge pages where the system has them (a step walks all of the cache)."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return torch.zeros(shape, device=device, dtype=dtype)
+    # NumPy asks for huge pages when it allocates much, but does not align to cache lines.
+    count, spare = math.prod(shape), CACHE_LINE // 4
+    memory = np.empty(count + spare, np.float32)
+    start = -memory.ctypes.data % CACHE_LINE // 4
+    return torch.from_numpy(memory[start : start + count]).zero_().view(shape)
+
 
 class KVCache:
-    """Preallocated (layers, S, G, max_tokens, C) keys and values.
+    """Preallocated keys (layers, S, G, C, max_tokens) and values (layers, S, G, max_tokens, C).
 
-    Positions beyond a row's end hold zeros or leftovers; they are masked, and finite, so they weigh
-    exactly nothing.
+    Keys lie transposed, so that scores are a plain matrix product. Positions beyond a row's end
+    hold zeros or leftovers; they are masked, and finite, so they weigh exactly nothing.
+
+    Args:
+        config: Shape of the model.
+        slots: Requests it holds.
+        max_tokens: Tokens of each.
+        device: Where it lies.
+        dtype: Of keys and values.
     """
 
     def __init__(
-        self, config: ModelConfig, *, slots: int, max_tokens: int, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        slots: int,
+        max_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = (config.layers, slots, config.kv_heads, max_tokens, config.head_dim)
-        self.keys = torch.zeros(shape, device=device)
-        self.values = torch.zeros(shape, device=device)
+        self.config = config
+        heads = (config.layers, slots, config.kv_heads)
+        size = config.head_dim
+        self.keys = _zeros((*heads, size, max_tokens), device, dtype)
+        self.values = _zeros((*heads, max_tokens, size), device, dtype)
+        self.slots, self.max_tokens = slots, max_tokens
+        self.writable = [
+            (keys.permute(0, 3, 1, 2), values.transpose(1, 2))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+        """Keys and values of each layer as (S, max_tokens, G, C)."""
 
     def clear(self) -> None:
         """Forget everything (leftovers of broken weights may be non-finite)."""
         self.keys.zero_()
         self.values.zero_()
 
-    def move(self, target_slots: Tensor, source_slots: Tensor) -> None:
-        """Copy whole slots."""
-        self.keys[:, target_slots] = self.keys[:, source_slots]
-        self.values[:, target_slots] = self.values[:, source_slots]
+    def move(self, target_slots: Tensor, source_slots: Tensor, length: int) -> None:
+        """Copy the first ``length`` positions of slots."""
+        for cached in (self.keys[..., :length], self.values[..., :length, :]):
+            cached[:, target_slots] = cached[:, source_slots]
 
     def prefill_attention(self, slots: Tensor, sources: Tensor) -> Attend:
         """Causal attention over a batch of prompts that also fills slots.
@@ -47,7 +85,7 @@ class KVCache:
 
         def attend(layer: int, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
             tokens = k_BGTC.shape[2]
-            self.keys[layer, :, :, :tokens][slots] = k_BGTC[sources]
+            self.keys[layer, ..., :tokens][slots] = k_BGTC.transpose(2, 3)[sources]
             self.values[layer, :, :, :tokens][slots] = v_BGTC[sources]
             return causal_attention(layer, q_BHTC, k_BGTC, v_BGTC)
 
@@ -67,13 +105,14 @@ class KVCache:
 
         def attend(layer: int, q_NH1C: Tensor, k_NG1C: Tensor, v_NG1C: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
-            keys[rows_N, :, positions_N] = k_NG1C[:, :, 0]
-            values[rows_N, :, positions_N] = v_NG1C[:, :, 0]
+            write_keys, write_values = self.writable[layer]
+            write_keys[rows_N, positions_N] = k_NG1C[:, :, 0]
+            write_values[rows_N, positions_N] = v_NG1C[:, :, 0]
             rows, heads, _, size = q_NH1C.shape
             # Heads that share keys are consecutive: one small matrix product serves them together.
             q = q_NH1C.reshape(rows, k_NG1C.shape[1], -1, size) * size**-0.5
-            scores = q @ keys[:rows, :, :length].transpose(-1, -2)
-            weights = functional.softmax(scores.add_(mask), dim=-1)
+            scores = (q @ keys[:rows, ..., :length]).float()
+            weights = functional.softmax(scores.add_(mask), dim=-1).to(values.dtype)
             return (weights @ values[:rows, :, :length]).reshape(rows, heads, 1, size)
 
         return attend

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -18,3 +20,6 @@ class EngineOptions(BaseModel):
         description="Constant shapes: a request's bits do not depend on what else is running.",
     )
     device: str = Field(default="cpu", description="Torch device of weights and cache.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Of weights and cache; weights must be given in it."
+    )

@@ -16,7 +16,7 @@ class RowSampling:
     """Sampling parameters of N rows.
 
     Attributes:
-        temperature_N: float32, positive; 1 for greedy rows.
+        temperature_N: float32, positive; 1 for greedy rows. None when all are 1.
         top_k_N: int64; the vocabulary size where nothing is cut.
         top_p_N: float64; 1 where nothing is cut.
         greedy_N: bool.
@@ -24,7 +24,7 @@ class RowSampling:
         some_greedy: Whether any row is greedy.
     """
 
-    temperature_N: Tensor
+    temperature_N: Tensor | None
     top_k_N: Tensor
     top_p_N: Tensor
     greedy_N: Tensor
@@ -45,19 +45,23 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, rows: RowSampling) -> tuple[Ten
     Returns:
         int64 (N,) tokens and float32 (N,) log-probabilities of the distribution drawn from.
     """
-    scaled_NV = logits_NV.float() / rows.temperature_N[:, None]
+    scaled_NV = logits_NV.float()
+    if rows.temperature_N is not None:
+        scaled_NV = scaled_NV / rows.temperature_N[:, None]
     if rows.truncated_N is not None:
         cut_NV = _cut(scaled_NV, rows) & rows.truncated_N[:, None]
         scaled_NV = scaled_NV.masked_fill(cut_NV, -torch.inf)
     cdf_NV = scaled_NV.softmax(-1).cumsum(-1, dtype=torch.float64)
-    total_N = cdf_NV[:, -1]
     # The threshold stays below the total, so that a token of probability 0 is never chosen.
-    threshold_N = torch.minimum(uniform_N * total_N, total_N.nextafter(torch.zeros_like(total_N)))
-    tokens_N = (cdf_NV <= threshold_N[:, None]).sum(-1)
+    below_N1 = torch.nextafter(cdf_NV[:, -1:], cdf_NV.new_zeros(()))
+    tokens_N1 = torch.searchsorted(cdf_NV, below_N1.mul_(uniform_N[:, None]), right=True)
+    # Probabilities that are no numbers have no such place; the log-probability tells.
+    tokens_N1.clamp_(max=cdf_NV.shape[1] - 1)
     if rows.some_greedy:
-        tokens_N = torch.where(rows.greedy_N, scaled_NV.argmax(-1), tokens_N)
-    logprobs_N = scaled_NV.log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
-    return tokens_N, logprobs_N
+        tokens_N1 = torch.where(
+            rows.greedy_N[:, None], scaled_NV.argmax(-1, keepdim=True), tokens_N1
+        )
+    return tokens_N1[:, 0], scaled_NV.log_softmax(-1).gather(1, tokens_N1)[:, 0]
 
 
 def _cut(scaled_NV: Tensor, rows: RowSampling) -> Tensor:

@@ -65,6 +65,11 @@ class StepOutcome:
     stopped: list[bool]
 
 
+BAND_ROWS = 16
+"""Rows that attend to the same number of positions."""
+NOTHING_DUE = StepOutcome([], [], [])
+
+
 class SlotTable:
     """Arrays over slots; all updates of one decode step are vectorized."""
 
@@ -85,12 +90,14 @@ class SlotTable:
         self.uniforms_ST = np.zeros((slots, max_tokens), np.float64)
         self.tokens_ST = np.zeros((slots, max_tokens), np.int32)
         self.logprobs_ST = np.zeros((slots, max_tokens), np.float32)
-        self._rows = np.arange(slots)
-
-    @property
-    def count(self) -> int:
+        self.count = 0
         """Requests that hold a slot."""
-        return int(self.live.sum())
+        self.changes = 0
+        """Grows whenever a row comes to mean another request."""
+        self._rows = np.arange(slots)
+        self._quiet_steps = 0
+        """Steps for which no budget ends and no chunk fills; 0: not known."""
+        self._no_stops = True
 
     def free_slots(self) -> list[int]:
         """Free slots, lowest first."""
@@ -102,6 +109,8 @@ class SlotTable:
         self.requests[slot] = live
         live.slot = slot
         self.live[slot] = True
+        self.count += 1
+        self._change()
         self.token[slot] = live.context[-1]
         self.position[slot] = len(live.context) - 1
         self.generated[slot] = self.delivered[slot] = 0
@@ -132,26 +141,62 @@ class SlotTable:
         live.slot = -1
         self.requests[slot] = None
         self.live[slot] = False
+        self.count -= 1
+        self._change()
         self.token[slot] = self.position[slot] = self.generated[slot] = 0
         self._set_sampling(slot, SamplingParams())
 
     def compaction(self) -> tuple[list[int], list[int]]:
-        """(targets, sources) that would bring all live rows to the front."""
-        count = self.count
-        targets = np.flatnonzero(~self.live[:count])
-        sources = count + np.flatnonzero(self.live[count:])
-        return targets.tolist(), sources.tolist()
+        """(targets, sources) that bring all live rows to the front, all moved at once.
+
+        Rows stay sorted in bands of :data:`BAND_ROWS`: the rows of a band stand no earlier in their
+        sequences than those of later bands. So a hole takes the furthest row of the next band, and
+        so on; only the last row of all fills a hole of the last band. (Long prompts may break the
+        order, which costs time and nothing else.)
+        """
+        holes = np.flatnonzero(~self.live[: self._top()])
+        if not len(holes):
+            return [], []
+        place = np.where(self.live, self.position, -1)
+        content = self._rows.copy()
+        for hole in holes[::-1].tolist():
+            self._fill(hole, place, content)
+        moved = np.flatnonzero((content != self._rows) & (place >= 0))
+        return moved.tolist(), content[moved].tolist()
+
+    def _top(self) -> int:
+        """One more than the highest live row."""
+        return len(self.live) - int(self.live[::-1].argmax()) if self.count else 0
+
+    def _fill(self, hole: int, place: Array, content: Array) -> None:
+        """Fill a hole with the rows behind it; ``place`` is -1 where nothing is."""
+        top = int(np.flatnonzero(place >= 0)[-1]) if (place >= 0).any() else -1
+        while hole < top:
+            start = (hole // BAND_ROWS + 1) * BAND_ROWS
+            last_band = start > top
+            source = top if last_band else start + int(place[start : start + BAND_ROWS].argmax())
+            place[hole], content[hole] = place[source], content[source]
+            place[source] = -1
+            hole = source
 
     def move(self, targets: list[int], sources: list[int]) -> None:
         """Carry out :meth:`compaction`."""
+        left = sorted(set(sources) - set(targets))
         for array in self._arrays():
             array[targets] = array[sources]
-        self.live[sources] = False
-        for target, source in zip(targets, sources, strict=True):
-            live = self.requests[source]
+        self.live[left] = False
+        self._change()
+        moving = [self.requests[source] for source in sources]
+        for slot in left:
+            self.requests[slot] = None
+        for target, live in zip(targets, moving, strict=True):
             assert live is not None
             live.slot = target
-            self.requests[target], self.requests[source] = live, None
+            self.requests[target] = live
+
+    def _change(self) -> None:
+        self.changes += 1
+        self._quiet_steps = 0
 
     def _arrays(self) -> tuple[Array, ...]:
         return (
@@ -179,18 +224,34 @@ class SlotTable:
         """Take over one decoded token per row."""
         rows = len(tokens_N)
         live, generated = self.live[:rows], self.generated[:rows]
+        if not self._quiet_steps:
+            self._look_ahead(rows, chunk_tokens)
         self.tokens_ST[self._rows[:rows], generated] = tokens_N
         self.logprobs_ST[self._rows[:rows], generated] = logprobs_N
         generated += live
         self.position[:rows] += live
         self.token[:rows] = tokens_N
-        stopped = live & (self.stops_SK[:rows] == tokens_N[:, None]).any(1)
+        self._quiet_steps -= 1
+        hits_NK = None if self._no_stops else self.stops_SK[:rows] == tokens_N[:, None]
+        if self._quiet_steps and (hits_NK is None or not hits_NK.any()):
+            return NOTHING_DUE
+        stopped = np.zeros(rows, bool) if hits_NK is None else live & hits_NK.any(1)
         ended = stopped | (live & (generated >= self.budget[:rows]))
         due = np.flatnonzero(ended | (generated - self.delivered[:rows] >= chunk_tokens))
         return StepOutcome(due.tolist(), ended[due].tolist(), stopped[due].tolist())
+
+    def _look_ahead(self, rows: int, chunk_tokens: int) -> None:
+        """Count the steps in which only a stop token can make a row due."""
+        live = self.live[:rows]
+        to_end = self.budget[:rows] - self.generated[:rows]
+        to_chunk = self.delivered[:rows] + chunk_tokens - self.generated[:rows]
+        soonest = int(np.minimum(to_end, to_chunk)[live].min(initial=chunk_tokens))
+        self._quiet_steps = max(1, soonest)
+        self._no_stops = bool((self.stops_SK[:rows] < 0).all())
 
     def take_undelivered(self, slot: int) -> tuple[Array, Array]:
         """int32 (n,) tokens and float32 (n,) log-probabilities not handed out so far."""
         start, end = int(self.delivered[slot]), int(self.generated[slot])
         self.delivered[slot] = end
+        self._quiet_steps = 0
         return self.tokens_ST[slot, start:end].copy(), self.logprobs_ST[slot, start:end].copy()
