@@ -92,6 +92,25 @@ def test_training_over_an_existing_run(half_done: Path) -> None:
     assert f"perdure resume {half_done}" in message
 
 
+def test_training_into_a_directory_with_other_things(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    status, message = refused("train", RECIPE, "--run", tmp_path)
+    assert status == 2
+    assert "not empty (it holds notes.txt)" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_training_over_a_run_that_is_alive(half_done: Path) -> None:
+    lock = PosixStorage(half_done).lock("lock")
+    assert lock is not None
+    try:
+        status, message = refused("train", RECIPE, "--run", half_done)
+    finally:
+        lock.release()
+    assert status == 3
+    assert "perdure resume" not in message
+
+
 def test_resuming_what_is_no_run(tmp_path: Path) -> None:
     status, message = refused("resume", tmp_path / "nothing")
     assert status == 6

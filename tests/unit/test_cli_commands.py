@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from perdure import __version__
 from perdure.cli import main as cli
-from perdure.core.errors import PerdureError, StorageError
+from perdure.core.errors import InterruptError, PerdureError, StoppedError, StorageError
 
 RUNNER = CliRunner()
 
@@ -113,6 +113,56 @@ def test_every_error_has_its_exit_code(
     )
 
 
+def test_errors_are_json_for_programs(tmp_path: Path) -> None:
+    code, out, err = run("ckpt", "list", str(tmp_path / "none"), "--json")
+    assert (code, out) == (6, "")
+    error = json.loads(err)["error"]
+    assert error == {
+        "what": "no run here",
+        "where": str(tmp_path / "none"),
+        "rule": "a run directory holds run.json",
+        "way_out": error["way_out"],
+        "code": 6,
+    }
+    code, out, err = run("ckpt", "list", "--json")
+    assert (code, out) == (2, "")
+    assert "RUN" in json.loads(err)["error"]["what"]
+    assert run("ckpt", "list", str(tmp_path / "none"))[2].startswith("perdure: ")
+
+
+def test_a_setting_written_as_an_option_is_shown_as_a_setting() -> None:
+    code, _, err = run("train", "r.yaml", "--seed", "7")
+    assert code == 2
+    assert "no option --seed" in err
+    assert "write seed=VALUE" in err
+    assert "--take-over" in run("resume", "x", "--take-ovr")[2]
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_run_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(RECIPE)
+    code, _, err = run("train", "r.yaml", "--run", name)
+    assert code == 2
+    assert "--run is empty" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_an_error_names_the_run_it_is_about(
+    launched: list[tuple[object, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import perdure.trainers.launch as launch
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("broke", where="lock")
+
+    monkeypatch.setattr(launch, "resume", fail)
+    monkeypatch.setattr("perdure.experience.read_run", lambda _: None)
+    assert run("resume", str(tmp_path))[2] == f"perdure: {tmp_path}: lock: broke\n"
+
+
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     _fail_with(KeyboardInterrupt(), monkeypatch)
     assert run("ckpt", "list", "x")[0] == 130
@@ -130,8 +180,8 @@ def test_exit_codes_are_documented() -> None:
     documented = {int(row.split("|")[1]): row.split("|")[2].strip(" `") for row in rows[1:]}
     expected = {error.exit_code: error.__name__ for error in _errors()}
     assert len(expected) == len(list(_errors()))
-    signals = {cli.INTERRUPTED: "interrupted", cli.READER_LEFT: "reader left"}
-    assert documented == {0: "success", **expected, **signals}
+    assert documented == {0: "success", **expected, cli.READER_LEFT: "reader left"}
+    assert InterruptError.exit_code == cli.INTERRUPTED
 
 
 def test_help_loads_neither_torch_nor_numpy() -> None:
@@ -244,19 +294,46 @@ def test_resume_hands_its_options_on(
     assert launched == [("resume", tmp_path, overrides, take_over, redo)]
 
 
-def test_an_interrupted_run_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [StoppedError, InterruptError])
+def test_a_stopped_run_has_its_curve_and_says_how_to_go_on(
+    launched: list[tuple[object, ...]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[StoppedError],
 ) -> None:
     import perdure.trainers.launch as launch
 
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+    train = launch.train
 
-    monkeypatch.setattr(launch, "train", interrupt)
+    def stop(config: Any, run_dir: Path, **rest: Any) -> None:
+        train(config, run_dir, **rest)
+        raise error("stopped", where=str(run_dir), way_out=f"go on with `perdure resume {run_dir}`")
+
+    monkeypatch.setattr(launch, "train", stop)
     (tmp_path / "r.yaml").write_text(RECIPE)
-    code, out, _ = run("train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "x"))
-    assert code == 130
-    assert out == f"interrupted; go on with: perdure resume {tmp_path / 'x'}\n"
+    run_dir = tmp_path / "x"
+    code, out, err = run("train", str(tmp_path / "r.yaml"), "--run", str(run_dir))
+    assert code == error.exit_code
+    assert err == f"perdure: {run_dir}: stopped; way out: go on with `perdure resume {run_dir}`\n"
+    assert "held-out accuracy" not in out
+    assert (run_dir / "curve.png").is_file()
+
+
+def test_ctrl_c_before_anything_is_imported_is_quiet() -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from perdure.cli import entry\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'perdure.cli.main':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "entry.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_failed_run_shows_no_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +345,8 @@ def test_a_failed_run_shows_no_summary(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "train", fail)
     (tmp_path / "r.yaml").write_text(RECIPE)
     code, out, err = run("train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "x"))
-    assert (code, out, err) == (7, "", "perdure: log: disk full; way out: free space\n")
+    where = f"{tmp_path / 'x'}: log"
+    assert (code, out, err) == (7, "", f"perdure: {where}: disk full; way out: free space\n")
 
 
 def test_config_show_prints_what_loads_again(tmp_path: Path) -> None:

@@ -11,11 +11,10 @@ from typer.core import TyperGroup
 
 from perdure import __version__
 from perdure.cli import audit, ckpt, config, train
-from perdure.cli.output import file_refusal, report_error, silence_unread
+from perdure.cli.entry import INTERRUPTED
+from perdure.cli.output import begin_command, file_refusal, report_error, silence_unread
+from perdure.cli.usage import UsageError, usage_refusal
 from perdure.core.errors import PerdureError
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: 128 + SIGINT."""
 
 READER_LEFT = 141
 """Exit code when nobody reads the output any more, as behind ``| head``: 128 + SIGPIPE."""
@@ -25,8 +24,15 @@ class _ReportingGroup(TyperGroup):
     """Prints what perdure refuses as one sentence; everything else is a bug and has a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        begin_command()
         try:
             return super().invoke(ctx)
+        except UsageError as error:
+            refused = usage_refusal(error)
+            if refused is None:
+                raise
+            report_error(refused)
+            raise typer.Exit(refused.exit_code) from error
         except PerdureError as error:
             report_error(error)
             raise typer.Exit(error.exit_code) from error

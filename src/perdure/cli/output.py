@@ -7,21 +7,83 @@ import os
 import select
 import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from perdure.core.errors import PerdureError, StorageError
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+@dataclass(slots=True)
+class _Command:
+    """What the errors of the command that is running are told with."""
+
+    json: bool = False
+    run_dir: Path | None = None
+
+
+_COMMAND: ContextVar[_Command | None] = ContextVar("command", default=None)
+
+
+def begin_command() -> None:
+    """Forget what the command before was about."""
+    _COMMAND.set(_Command())
+
+
+def _command() -> _Command:
+    return _COMMAND.get() or _Command()
+
+
+def concerns(run_dir: Path) -> None:
+    """From here on the command is about this run: its errors name it."""
+    _command().run_dir = run_dir
+
+
+def errors_are_json() -> bool:
+    """Whether the command was asked for JSON."""
+    return _command().json
+
+
+def _remember_json(json: bool) -> bool:
+    _command().json = json
+    return json
+
+
+JsonOption = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print JSON instead of text.", callback=_remember_json, is_eager=True
+    ),
+]
 
 
 def report_error(error: PerdureError) -> None:
-    """One sentence on standard error: what, where, rule, way out; nobody need be there to read."""
+    """One sentence on standard error: what, where, rule, way out; nobody need be there to read.
+
+    With ``--json`` the four parts and the exit code as one JSON object.
+    """
+    error = _with_run(error)
+    text = f"perdure: {error}"
+    if errors_are_json():
+        parts = {"what": error.what, "where": error.where, "rule": error.rule}
+        full = {**parts, "way_out": error.way_out, "code": error.exit_code}
+        text = json.dumps({"error": full})
     try:
-        typer.echo(f"perdure: {error}", err=True)
+        typer.echo(text, err=True)
     except BrokenPipeError:
         silence_unread()
+
+
+def _with_run(error: PerdureError) -> PerdureError:
+    """The same error; where it happened begins with the run it concerns."""
+    run_dir = _command().run_dir
+    if run_dir is None or str(run_dir) in error.where or error.where == "command line":
+        return error
+    where = f"{run_dir}: {error.where}" if error.where else str(run_dir)
+    return type(error)(error.what, where=where, rule=error.rule, way_out=error.way_out)
 
 
 def file_refusal(error: OSError) -> StorageError:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perdure.core.errors import NothingToResumeError
+from perdure.cli.output import concerns
+from perdure.core.errors import ConfigError, NothingToResumeError
 
 if TYPE_CHECKING:
     from perdure.core.storage_api import Storage
@@ -24,6 +25,7 @@ def open_run(run_dir: Path) -> Storage:
     from perdure.experience import read_run
     from perdure.storage import PosixStorage
 
+    concerns(run_dir)
     storage = PosixStorage(run_dir)
     try:
         if run_dir.exists() and not run_dir.is_dir():
@@ -37,6 +39,22 @@ def open_run(run_dir: Path) -> Storage:
             way_out=_way_out(run_dir),
         ) from error
     return storage
+
+
+def chosen_run_dir(name: str) -> Path:
+    """The directory of ``--run``.
+
+    Raises:
+        ConfigError: The name is empty.
+    """
+    if not name.strip():
+        raise ConfigError(
+            "--run is empty",
+            where="command line",
+            rule="a run has a directory of its own",
+            way_out="name a new directory, for example --run runs/mine, or leave --run out",
+        )
+    return Path(name)
 
 
 def new_run_dir(stem: str, parent: Path = RUNS_DIR) -> Path:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.output import JsonOption
-from perdure.cli.runs import new_run_dir, open_run
+from perdure.cli.output import JsonOption, concerns
+from perdure.cli.runs import chosen_run_dir, new_run_dir, open_run
 
 if TYPE_CHECKING:
     from perdure.cli.display import Display
@@ -36,8 +37,10 @@ def train(
     ] = None,
     *,
     run: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="New directory; by default runs/RECIPE-1, -2, …."),
+        str | None,
+        typer.Option(
+            metavar="DIR", help="New or empty directory; by default runs/RECIPE-1, -2, …."
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -45,8 +48,9 @@ def train(
     from perdure.config import load_config
     from perdure.trainers.config import RunConfig
 
+    run_dir = new_run_dir(recipe.stem) if run is None else chosen_run_dir(run)
     config = load_config(RunConfig, recipe, overrides or ())
-    run_dir = run or new_run_dir(recipe.stem)
+    concerns(run_dir)
     from perdure.trainers.launch import train as launch_train
 
     with _running(run_dir, json=json) as display:
@@ -81,15 +85,20 @@ def resume(
 
 
 @contextmanager
-def _running(run_dir: Path, *, json: bool) -> Iterator[Display]:
-    """Display for one incarnation; ends with the summary, or says how to go on."""
+def _running(run_dir: Path, *, json: bool) -> Generator[Display]:
+    """Display for one incarnation; ends with the summary. A run that is stopped has its curve."""
     from perdure.cli.display import make_display
     from perdure.cli.summary import summarize
+    from perdure.core.errors import StoppedError
+    from perdure.runtime.curves import draw_run
 
+    # The display puts the terminal in order before the process ends; not in a test's thread.
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with make_display(json=json) as display:
         try:
             yield display
-        except KeyboardInterrupt:
-            display.note(f"interrupted; go on with: perdure resume {run_dir}")
+        except StoppedError:
+            draw_run(run_dir)
             raise
         display.summary(summarize(run_dir))

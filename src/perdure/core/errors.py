@@ -117,3 +117,9 @@ class StoppedError(PerdureError):
     """SIGTERM ended the run in an orderly way; 128 + 15."""
 
     exit_code = 143
+
+
+class InterruptError(StoppedError):
+    """Ctrl-C ended the run in an orderly way; 128 + 2."""
+
+    exit_code = 130

@@ -157,7 +157,7 @@ class Committer:
                     raise StorageError(
                         f"the experience log cannot be written: {error.what}",
                         where=error.where,
-                        rule=f"{attempt} tries failed; nothing acknowledged is lost",
+                        rule=f"{attempt} tries failed",
                         way_out=error.way_out or "repair the storage and resume the run",
                     ) from error
         raise AssertionError("unreachable: tries is at least 1")

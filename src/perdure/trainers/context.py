@@ -19,6 +19,7 @@ from perdure.runtime.metrics_files import MetricsFiles
 from perdure.tasks.api import Prompt, Task
 from perdure.trainers.config import RunConfig
 from perdure.trainers.progress import Progress
+from perdure.trainers.stopping import StopRequest
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class TrainContext:
     clock: Clock
     faults: FaultHook
     events: EventSink
+    stop: StopRequest
     progress: Progress
     held_out: list[Prompt]
     distrusted: frozenset[str]

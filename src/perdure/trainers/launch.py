@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,14 +16,13 @@ from perdure.core.errors import (
     ConfigError,
     DamagedError,
     RunBusyError,
-    StoppedError,
     StorageError,
 )
 from perdure.core.events import EventSink, ignore_events
 from perdure.core.faults import FaultHook, NoFaults
 from perdure.core.storage_api import Storage
 from perdure.experience import RunInfo, create_run, read_run
-from perdure.experience.claims import INCARNATION_DIR, RUN_FILE
+from perdure.experience.claims import INCARNATION_DIR, LOCK_FILE, RUN_FILE
 from perdure.experience.seals import SEAL_DIR
 from perdure.experience.segments import LOG_DIR
 from perdure.storage import PosixStorage
@@ -43,6 +40,8 @@ from perdure.trainers.recovery import Launch, incarnation
 LOG_PARTS = (INCARNATION_DIR, SEAL_DIR, LOG_DIR)
 """Directories that are empty until an incarnation has claimed the run."""
 CREATE_LOCK = "create.lock"
+_HALF_CREATED = (*LOG_PARTS, CHECKPOINTS, QUARANTINE, CONFIG_FILE, CREATE_LOCK, "lost+found")
+"""What a directory may hold before there is a run in it, judged by what lies below."""
 MODES: dict[str, Callable[[TrainContext], Awaitable[None]]] = {"sync": sync.run}
 """Trainer mode → its loop."""
 
@@ -73,11 +72,12 @@ def train(
     """Create a run in ``run_dir`` and train it to the end.
 
     Raises:
-        ConfigError: There is a run already, or the configuration does not fit the task.
+        ConfigError: There is a run or something else already, or the configuration does not fit
+            the task.
         DamagedError: There is what a run leaves, without its ``run.json``.
-        RunBusyError: Another process is creating the run at this moment.
+        RunBusyError: Another process is creating the run at this moment, or holds it.
         StorageError: The directory cannot be written.
-        StoppedError: SIGTERM came; ``resume`` goes on.
+        StoppedError: SIGTERM or Ctrl-C came; ``resume`` goes on.
     """
     injected = injected or Injected()
     task = create(config, run_dir, injected=injected)
@@ -109,7 +109,7 @@ def resume(
         DamagedError: Durable bytes are wrong and there is nothing valid to go on from, or
             ``config.yaml`` is not the one the run was started with.
         RedoDivergedError: Deterministic mode and a redone step differs from its record.
-        StoppedError: SIGTERM came; ``resume`` goes on.
+        StoppedError: SIGTERM or Ctrl-C came; ``resume`` goes on.
     """
     injected = injected or Injected()
     storage = injected.storage_of(run_dir)
@@ -126,35 +126,20 @@ def resume(
 
 def _execute(launch: Launch) -> None:
     fix_arithmetic(launch.config)
-    asyncio.run(_until_stopped(launch))
+    try:
+        asyncio.run(_until_stopped(launch))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        if launch.stop.signum is None:
+            raise
+        if not launch.stop.complete:
+            raise launch.stop.error(launch.run_dir) from None
 
 
 async def _until_stopped(launch: Launch) -> None:
-    """One incarnation. SIGTERM cancels it at the next await and closes the log."""
-    stopped = False
-    task = asyncio.current_task()
-    assert task is not None
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    # Only the main thread of the main interpreter may install handlers.
-    with suppress(ValueError, RuntimeError):
-        loop.add_signal_handler(signal.SIGTERM, stop)
-    try:
+    """One incarnation. A stop cancels it where nothing is half done, and closes the log."""
+    with launch.stop.listening():
         async with incarnation(launch) as ctx:
             await MODES[launch.config.mode](ctx)
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        raise StoppedError(
-            "stopped by SIGTERM; nothing is lost",
-            where=str(launch.run_dir),
-            way_out=f"go on with `perdure resume {launch.run_dir}`",
-        ) from None
 
 
 def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:
@@ -180,6 +165,8 @@ def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:
 
 def _create(storage: Storage, run_dir: Path, *, config: RunConfig, info: RunInfo) -> None:
     """``run.json`` commits the creation; whatever one that was cut short left is made again."""
+    if not storage.exists(RUN_FILE):
+        _refuse_filled(storage, run_dir)
     storage.make_dirs("")
     lock = storage.lock(CREATE_LOCK)
     if lock is None:
@@ -189,21 +176,15 @@ def _create(storage: Storage, run_dir: Path, *, config: RunConfig, info: RunInfo
             way_out="choose another directory with --run DIR",
         )
     try:
-        _refuse_existing(storage, run_dir)
+        _refuse_run(storage, run_dir)
         storage.write_atomic(CONFIG_FILE, render_yaml(config).encode())
         create_run(storage, info)
     finally:
         lock.release()
 
 
-def _refuse_existing(storage: Storage, run_dir: Path) -> None:
-    if storage.exists(RUN_FILE):
-        raise ConfigError(
-            "there is a run here already",
-            where=str(run_dir),
-            rule="a run is never started over an existing one",
-            way_out=f"go on with `perdure resume {run_dir}`, or choose another --run DIR",
-        )
+def _refuse_filled(storage: Storage, run_dir: Path) -> None:
+    """A run is not mixed with other things or another's remains; nothing has been written yet."""
     remains = [name for name in (*LOG_PARTS, CHECKPOINTS, QUARANTINE) if storage.list(name)]
     if remains:
         raise DamagedError(
@@ -211,6 +192,34 @@ def _refuse_existing(storage: Storage, run_dir: Path) -> None:
             where=str(run_dir / RUN_FILE),
             rule="nothing is started over what may be the experience of a run",
             way_out="restore the file from a copy and resume, or choose another --run DIR",
+        )
+    others = [name for name in storage.list("") if name not in _HALF_CREATED]
+    if others:
+        shown = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        raise ConfigError(
+            f"the directory is not empty (it holds {shown})",
+            where=str(run_dir),
+            rule="a run has a directory of its own",
+            way_out="choose a new or empty directory with --run DIR",
+        )
+
+
+def _refuse_run(storage: Storage, run_dir: Path) -> None:
+    if storage.exists(RUN_FILE):
+        held = storage.lock(LOCK_FILE)
+        if held is None:
+            raise RunBusyError(
+                "a live process trains a run here",
+                where=str(run_dir),
+                rule="a run is never started over an existing one",
+                way_out="choose another --run DIR",
+            )
+        held.release()
+        raise ConfigError(
+            "there is a run here already",
+            where=str(run_dir),
+            rule="a run is never started over an existing one",
+            way_out=f"go on with `perdure resume {run_dir}`, or choose another --run DIR",
         )
 
 

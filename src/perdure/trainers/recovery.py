@@ -6,9 +6,10 @@ sanity check → announce the incarnation in the log → warm start → redo →
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.checkpoint import CheckpointEngine, CheckpointOptions, Choice
@@ -46,8 +47,9 @@ from perdure.trainers.sanity import (
     check_log_reaches_checkpoints,
     check_restored,
 )
-from perdure.trainers.saving import stage_checkpoint_if_due
+from perdure.trainers.saving import save_at_stop, stage_checkpoint_if_due
 from perdure.trainers.steps import complete_step
+from perdure.trainers.stopping import StopRequest
 from perdure.trainers.warm_start import warm_start
 
 ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE, METRICS_DIR)
@@ -64,6 +66,7 @@ class Launch:
     Attributes:
         take_over: Fence off a live process that holds the run.
         redo: Train the batches logged after the checkpoint again; without it they are void.
+        stop: Asks it to end before the training is over.
     """
 
     run_dir: Path
@@ -75,6 +78,7 @@ class Launch:
     events: EventSink
     take_over: bool = False
     redo: bool = True
+    stop: StopRequest = field(default_factory=StopRequest)
 
 
 @asynccontextmanager
@@ -109,8 +113,14 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
         stack.push_async_callback(machinery.engine.close)
         ctx = _open(launch, claimed, machinery=machinery, events=events, stack=stack)
         _announce_start(ctx, launch)
-        await _advance(ctx)
-        yield ctx
+        try:
+            await _advance(ctx)
+            yield ctx
+        except CancelledError:
+            if launch.stop.signum is not None and not launch.stop.at_once:
+                save_at_stop(ctx)
+            raise
+        launch.stop.complete = True
         _finish(ctx, launch)
 
 
@@ -171,6 +181,7 @@ def _open(
         clock=launch.clock,
         faults=launch.faults,
         events=events,
+        stop=launch.stop,
         progress=progress,
         held_out=launch.task.held_out(prompts) if prompts else [],
         distrusted=frozenset(d for d, _ in choice.skipped) if choice else frozenset(),

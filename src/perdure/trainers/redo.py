@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from perdure.core.errors import RedoDivergedError
 from perdure.core.faults import FaultPoint
-from perdure.core.ids import GlobalStep
+from perdure.core.ids import GlobalStep, UpdateId
 from perdure.core.records import Redone, StepDone
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
@@ -34,20 +34,25 @@ async def redo(ctx: TrainContext) -> None:
     ctx.events("redo_started", {"from_step": first, "to_step": last})
     for update in updates:
         ctx.faults.reach(FaultPoint.REDO_STEP)
-        if ctx.store.state.is_poisoned(update):
-            ctx.progress.local_updates += 1
-        else:
-            await local_update(ctx, update, await take_groups(ctx, update))
-        logged = ctx.store.state.step_done.get(update.global_step)
-        complete = ctx.progress.local_updates == ctx.config.trainer.local_updates_per_step
-        if complete and logged is not None:
-            await _confirm(ctx, update.global_step, logged)
+        async with ctx.stop.finishing():
+            await _redo_update(ctx, update)
     if any(not record.equal for record in ctx.store.state.redone.values()):
         state = ctx.store.state
         ctx.metrics.rebuild(steps=state.curve(), evaluations=state.evaluated.values())
     ctx.faults.reach(FaultPoint.REDO_DONE)
     seconds = ctx.clock.monotonic_s() - started_s
     ctx.events("redo_finished", {"local_updates": len(updates), "seconds": seconds})
+
+
+async def _redo_update(ctx: TrainContext, update: UpdateId) -> None:
+    if ctx.store.state.is_poisoned(update):
+        ctx.progress.local_updates += 1
+    else:
+        await local_update(ctx, update, await take_groups(ctx, update))
+    logged = ctx.store.state.step_done.get(update.global_step)
+    complete = ctx.progress.local_updates == ctx.config.trainer.local_updates_per_step
+    if complete and logged is not None:
+        await _confirm(ctx, update.global_step, logged)
 
 
 async def _confirm(ctx: TrainContext, step: GlobalStep, logged: StepDone) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from perdure.checkpoint import StagedInfo
+from perdure.core.errors import StorageError
 from perdure.core.ids import CheckpointName, GlobalStep, LogPosition, PolicyVersion
 from perdure.core.records import Checkpointed, ControlRecord
 from perdure.trainers.context import TrainContext
@@ -14,13 +15,33 @@ def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     Steps 0 and the last are always due, and waited for. The others become durable in the
     background, and one is skipped when both arenas are busy.
     """
-    if ("train", step) in ctx.staged | {(c.phase, c.step) for c in _trusted(ctx)}:
+    if _is_saved(ctx, "train", step):
         return
     config = ctx.config.checkpoint
     edge = step in (0, ctx.config.trainer.total_steps)
     elapsed_s = ctx.clock.monotonic_s() - ctx.last_checkpoint_s
     if edge or step % config.every_steps == 0 or elapsed_s >= config.every_s:
         stage_checkpoint(ctx, "train", step, must=edge)
+
+
+def save_at_stop(ctx: TrainContext) -> None:
+    """Save the state that the run is stopped in, unless a checkpoint has it, and wait for it.
+
+    Between two local updates of one step there is nothing to save: redo covers what is missing.
+    """
+    progress = ctx.progress
+    phase = "train" if progress.training else "warm"
+    step = progress.global_step if progress.training else progress.warm_start_step
+    if progress.local_updates or (phase == "warm" and step == 0) or _is_saved(ctx, phase, step):
+        return
+    try:
+        stage_checkpoint(ctx, phase, step, must=True)
+    except StorageError as error:
+        ctx.events("warning", {"message": f"no checkpoint at the stop: {error}"})
+
+
+def _is_saved(ctx: TrainContext, phase: str, step: int) -> bool:
+    return (phase, step) in ctx.staged | {(c.phase, c.step) for c in _trusted(ctx)}
 
 
 def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) -> None:

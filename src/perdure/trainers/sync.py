@@ -21,15 +21,17 @@ async def run(ctx: TrainContext) -> None:
 
     Consumes prompts of the task and the progress a restore left (perhaps in the middle of a step);
     produces log records, checkpoints and publications. Cancellation leaves the log as it is: what
-    was acknowledged is continued by the next incarnation.
+    was acknowledged is continued by the next incarnation. An orderly stop comes between two steps.
     """
     while ctx.progress.global_step < ctx.config.trainer.total_steps:
         step = GlobalStep(ctx.progress.global_step + 1)
         await generate_batch(ctx, step)
-        await ctx.runtime.sleep_rollout()
-        for index in range(ctx.progress.local_updates, ctx.config.trainer.local_updates_per_step):
-            update = UpdateId(step, LocalUpdate(index))
-            groups = await take_groups(ctx, update)
-            await local_update(ctx, update, groups)
-        await finish_step(ctx, step)
+        async with ctx.stop.finishing():
+            await ctx.runtime.sleep_rollout()
+            updates = ctx.config.trainer.local_updates_per_step
+            for index in range(ctx.progress.local_updates, updates):
+                update = UpdateId(step, LocalUpdate(index))
+                groups = await take_groups(ctx, update)
+                await local_update(ctx, update, groups)
+            await finish_step(ctx, step)
         await complete_step(ctx, step)

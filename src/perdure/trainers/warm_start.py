@@ -30,9 +30,10 @@ async def warm_start(ctx: TrainContext) -> None:
         with ctx.timed("warm_start"):
             first = step * config.batch_size
             examples = [ctx.task.demonstration(first + i) for i in range(config.batch_size)]
-            metrics = await ctx.runtime.supervised_step(step + 1, examples)
-        done = step + 1
-        ctx.progress.warm_start_step = done
+            async with ctx.stop.finishing():
+                metrics = await ctx.runtime.supervised_step(step + 1, examples)
+                done = step + 1
+                ctx.progress.warm_start_step = done
         ctx.faults.reach(FaultPoint.WARM_START_STEP)
         if done % ctx.config.trainer.warm_start_log_every == 0 or done == config.steps:
             await _log_progress(ctx, done, metrics)

@@ -1,0 +1,96 @@
+"""An orderly stop: SIGTERM and Ctrl-C are requests that take effect where nothing is half done.
+
+Generation is given up, since its finished sessions are in the log. An update that has begun is
+finished, so that the state can be saved. A second signal stops at once: redo covers what is missing
+then, as after a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from perdure.core.errors import InterruptError, StoppedError
+
+_NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """Whether and how one incarnation is asked to stop. Belongs to the thread of its event loop.
+
+    Attributes:
+        signum: The first signal that came; None as long as none has.
+        at_once: A second one came: nothing more is saved.
+        complete: The training is over, so that there is nothing left to stop.
+    """
+
+    signum: int | None = None
+    at_once: bool = False
+    complete: bool = False
+    _task: asyncio.Task[object] | None = field(default=None, repr=False)
+    _finishing: bool = False
+
+    @contextmanager
+    def listening(self) -> Generator[None]:
+        """Turn signals into requests to the current task for the length of the body."""
+        self._task = asyncio.current_task()
+        before: dict[int, object] = {}
+        try:
+            for signum in _NAMES:
+                before[signum] = signal.signal(signum, self._arrived)
+        except ValueError:
+            # Only the main thread may: somebody else looks after the signals then.
+            before.clear()
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
+
+    @asynccontextmanager
+    async def finishing(self) -> AsyncGenerator[None]:
+        """The body is not cut short; a request that comes meanwhile takes effect behind it."""
+        if self.signum is not None:
+            await asyncio.sleep(0)
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
+        if self.signum is not None:
+            self._cancel()
+            await asyncio.sleep(0)
+
+    def error(self, run_dir: Path) -> StoppedError:
+        """What the run ends with."""
+        by = InterruptError if self.signum == signal.SIGINT else StoppedError
+        name = _NAMES[signal.Signals(self.signum)] if self.signum else "request"
+        return by(
+            f"stopped by {name}; nothing acknowledged is lost",
+            where=str(run_dir),
+            way_out=f"go on with `perdure resume {run_dir}`",
+        )
+
+    def _arrived(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        if self.complete and self.signum is None:
+            self.signum = signum
+        elif self.signum is not None:
+            self.at_once = True
+            raise KeyboardInterrupt
+        else:
+            self.signum = signum
+            if not self._finishing:
+                self._cancel()
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        # A loop that waits for input does not look at what a signal handler has done.
+        self._task.get_loop().call_soon_threadsafe(lambda: None)
