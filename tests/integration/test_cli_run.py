@@ -75,10 +75,15 @@ def test_resuming_a_finished_run_changes_no_row(copy: Path) -> None:
 def test_checkpoints_are_listed(trained: Path) -> None:
     code, out, _ = run("ckpt", "list", trained)
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == [
-        "step-00000001-1",
-        "step-00000002-1",
+    header, *rows = (line.split() for line in out.splitlines())
+    assert header[:3] == ["checkpoint", "phase", "step"]
+    assert [row[:3] for row in rows] == [
+        ["step-00000001-1", "train", "1"],
+        ["step-00000002-1", "train", "2"],
     ]
+    files = (trained / "checkpoints" / "step-00000002-1").rglob("*.*")
+    size = sum(file.stat().st_size for file in files if file.name != "manifest.json")
+    assert rows[1][5:] == [f"{size:,}", "present"]
     listed = json.loads(run("ckpt", "list", trained, "--json")[1])
     assert [row["step"] for row in listed["checkpoints"]] == [1, 2]
     assert all(row["present"] for row in listed["checkpoints"])
@@ -113,6 +118,34 @@ def test_a_checkpoint_that_is_gone(copy: Path) -> None:
     code, _, err = run("ckpt", "show", copy)
     assert code == 5
     assert "manifest.json: missing" in err
+
+
+def test_when_every_checkpoint_is_gone_nothing_else_is_promised(copy: Path) -> None:
+    weights = next((copy / "checkpoints" / "step-00000002-1" / "model").iterdir())
+    weights.write_bytes(b"")
+    shutil.rmtree(copy / "checkpoints" / "step-00000001-1")
+    code, _, err = run("ckpt", "verify", copy)
+    assert code == 5
+    assert "there is no whole one to resume from" in err
+    assert "restore it from a copy" in run("ckpt", "verify", copy, "step-00000002-1")[2]
+
+
+def test_a_quarantined_checkpoint_fails_nothing(copy: Path) -> None:
+    weights = next((copy / "checkpoints" / "step-00000002-1" / "model").iterdir())
+    weights.write_bytes(b"")
+    assert run("resume", copy)[0] == 0
+    code, out, err = run("ckpt", "verify", copy)
+    assert (code, err) == (0, "")
+    line = next(x for x in out.splitlines() if x.startswith("step-00000002-1"))
+    assert "quarantined (model/" in line
+    assert "see quarantine/step-00000002-1" in line
+    rows = json.loads(run("ckpt", "list", copy, "--json")[1])["checkpoints"]
+    states = {row["checkpoint"]: row["state"] for row in rows}
+    assert states["step-00000002-1"] == "quarantined"
+    assert "quarantined (model/" in run("ckpt", "list", copy)[1]
+    assert "quarantined" in run("ckpt", "show", copy, "step-00000002-1")[2]
+    shutil.copytree(copy / "quarantine/step-00000002-1", copy / "checkpoints/step-00000002-1")
+    assert run("ckpt", "verify", copy)[0] == 5
 
 
 def test_a_checkpoint_is_shown(trained: Path) -> None:

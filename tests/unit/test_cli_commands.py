@@ -30,7 +30,7 @@ def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[
     yield path
     for name, inner in getattr(command, "commands", {}).items():
         if hasattr(inner, "commands"):
-            yield from (p for p in commands(inner, (*path, name)) if p != (*path, name))
+            yield from commands(inner, (*path, name))
         else:
             yield (*path, name)
 

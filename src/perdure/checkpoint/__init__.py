@@ -10,7 +10,15 @@ from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
 from perdure.checkpoint.registry import Kind, Registry
 from perdure.checkpoint.restoration import CheckpointReader, restore
-from perdure.checkpoint.verification import Choice, FileProblem, VerifyReport, choose, verify
+from perdure.checkpoint.verification import (
+    Choice,
+    FileProblem,
+    Quarantined,
+    VerifyReport,
+    choose,
+    quarantined,
+    verify,
+)
 
 __all__ = [
     "ArraysComponent",
@@ -23,12 +31,14 @@ __all__ = [
     "Kind",
     "Manifest",
     "MemoryLedger",
+    "Quarantined",
     "Registry",
     "StagedInfo",
     "ValuesComponent",
     "VerifyReport",
     "choose",
     "decode_manifest",
+    "quarantined",
     "restore",
     "verify",
 ]

@@ -55,6 +55,15 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A committed checkpoint that recovery has passed over, with the reason it gave."""
+
+    path: str
+    """Where it lies below the run; of one that was missing, where the reason lies."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """The checkpoint to resume from, and the newer ones that could not be used."""
 
@@ -184,6 +193,26 @@ def quarantine(storage: Storage, report: VerifyReport) -> None:
 
 def _reason_path(target: str) -> str:
     return f"{QUARANTINE}/{target}.reason.json"
+
+
+def quarantined(storage: Storage, directory: str) -> Quarantined | None:
+    """What recovery did with a checkpoint that is no longer in its place; None if nothing."""
+    if storage.exists(directory_path(directory)):
+        return None
+    known = set(storage.list(QUARANTINE))
+    copies = (directory if n == 1 else f"{directory}.{n}" for n in range(1, len(known) + 1))
+    name = next((n for n in reversed([*copies]) if f"{n}.reason.json" in known), None)
+    if name is None:
+        return None
+    path = _reason_path(name)
+    try:
+        value = sealed_json.decode(
+            storage.read(path), where=path, newest_format=1, fields=("problems",)
+        )
+        reason = ", ".join(f"{file}: {problem}" for file, problem in value["problems"].items())
+    except (DamagedError, FileNotFoundError) as error:
+        reason = f"its reason cannot be read ({error})"
+    return Quarantined(f"{QUARANTINE}/{name}" if name in known else path, reason)
 
 
 def _without_manifest(directory: str, reason: str, *, unreadable: bool = False) -> VerifyReport:

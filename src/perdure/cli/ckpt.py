@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perdure.cli.checkpoint_table import NONE_YET, Row, look_at, table
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
 from perdure.core.errors import DamagedError, NothingToResumeError
 
 if TYPE_CHECKING:
-    from perdure.checkpoint import VerifyReport
+    from perdure.checkpoint import Quarantined, VerifyReport
     from perdure.core.records import Checkpointed
     from perdure.core.storage_api import Storage
 
-app = typer.Typer(help="List, verify and show the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, verify and show the checkpoints of a run.",
+    epilog="Example: perdure ckpt list runs/tiny-1",
+    no_args_is_help=True,
+)
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
 
@@ -25,32 +30,22 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of t
 @app.command("list", epilog="Example: perdure ckpt list runs/tiny-1")
 def list_checkpoints(run: RunArgument, *, json: JsonOption = False) -> None:
     """List the committed checkpoints, oldest first."""
-    from perdure.checkpoint.manifest import CHECKPOINTS, MANIFEST, directory_path
+    from perdure.checkpoint.manifest import CHECKPOINTS
 
     storage = open_run(run)
     # Looked at before the log is read: a live run deletes what its log has given up.
-    there = {
-        n for n in storage.list(CHECKPOINTS) if storage.exists(f"{CHECKPOINTS}/{n}/{MANIFEST}")
-    }
-    rows: list[dict[str, object]] = [
-        {
-            "checkpoint": record.directory,
-            "phase": record.phase,
-            "step": record.step,
-            "manifest_digest": record.manifest_digest,
-            "present": record.directory in there
-            or storage.exists(f"{directory_path(record.directory)}/{MANIFEST}"),
-        }
+    there = {name: look_at(storage, name) for name in storage.list(CHECKPOINTS)}
+    rows = [
+        Row(record, there.get(record.directory) or look_at(storage, record.directory))
         for record in _committed(storage)
     ]
     if json:
-        print_json({"run": str(run), "checkpoints": rows})
+        print_json({"run": str(run), "checkpoints": [row.to_json() for row in rows]})
         return
-    for row in rows:
-        state = "" if row["present"] else "  MISSING"
-        typer.echo(f"{row['checkpoint']:<24} {row['phase']} step {row['step']}{state}")
+    for line in table(rows):
+        typer.echo(line)
     if not rows:
-        typer.echo("no committed checkpoint yet")
+        typer.echo(NONE_YET)
 
 
 @app.command("verify", epilog="Example: perdure ckpt verify runs/tiny-1")
@@ -72,19 +67,18 @@ def verify_checkpoints(
         # A live run may have collected it since its log was read, and says so before it deletes.
         kept = {record.directory for record in _committed(storage)}
         reports = [report for report in reports if report.ok or report.directory in kept]
+    set_aside = _quarantined(storage, reports)
     if json:
-        print_json({"run": str(run), "checkpoints": [_report_json(r) for r in reports]})
+        rows = [_report_json(r, set_aside.get(r.directory)) for r in reports]
+        print_json({"run": str(run), "checkpoints": rows})
     else:
         for report in reports:
-            typer.echo(f"{report.directory:<24} {'ok' if report.ok else report.reason}")
-    bad = [report.directory for report in reports if not report.ok]
-    if bad:
-        raise DamagedError(
-            f"{len(bad)} of {len(reports)} checkpoints are damaged: {', '.join(bad)}",
-            where=str(run),
-            rule="every file has the size and checksum of the manifest",
-            way_out="resume uses the newest whole one; restore the others from a copy",
-        )
+            typer.echo(
+                f"{report.directory:<24} {_verdict(report, set_aside.get(report.directory))}"
+            )
+        if not reports:
+            typer.echo(NONE_YET)
+    _refuse_damaged(run, reports, set_aside, asked=checkpoint)
 
 
 @app.command("show", epilog="Example: perdure ckpt show runs/tiny-1 step-00000020-1")
@@ -103,10 +97,12 @@ def show_checkpoint(
     report = _verify(storage, record)
     manifest = report.manifest
     if manifest is None:
+        aside = _quarantined(storage, [report]).get(record.directory)
         raise DamagedError(
-            report.reason,
+            report.reason if aside is None else _set_aside(aside),
             where=f"{run}: {record.directory}",
-            way_out="resume uses the newest whole one; restore this one from a copy",
+            rule="a checkpoint is shown from its manifest",
+            way_out="show another one: `perdure ckpt list` names them; or restore it from a copy",
         )
     if json:
         import json as json_text
@@ -140,12 +136,61 @@ def _verify(storage: Storage, record: Checkpointed) -> VerifyReport:
     return verify(storage, record.directory, manifest_digest=record.manifest_digest)
 
 
-def _report_json(report: VerifyReport) -> dict[str, object]:
-    return {
+def _quarantined(storage: Storage, reports: Sequence[VerifyReport]) -> dict[str, Quarantined]:
+    from perdure.checkpoint import quarantined
+
+    bad = [report.directory for report in reports if not report.ok]
+    found = {name: quarantined(storage, name) for name in bad}
+    return {name: aside for name, aside in found.items() if aside is not None}
+
+
+def _verdict(report: VerifyReport, aside: Quarantined | None) -> str:
+    if report.ok:
+        return "ok"
+    return report.reason if aside is None else _set_aside(aside)
+
+
+def _set_aside(aside: Quarantined) -> str:
+    return f"quarantined ({aside.reason}), see {aside.path}"
+
+
+def _report_json(report: VerifyReport, aside: Quarantined | None) -> dict[str, object]:
+    row: dict[str, object] = {
         "checkpoint": report.directory,
         "ok": report.ok,
         "problems": {problem.file: problem.reason for problem in report.problems},
     }
+    if aside is not None:
+        row["quarantined"] = {"path": aside.path, "reason": aside.reason}
+    return row
+
+
+def _refuse_damaged(
+    run: Path, reports: Sequence[VerifyReport], set_aside: Collection[str], *, asked: str | None
+) -> None:
+    """Fail for damage that recovery has not dealt with, and for a run that has nothing left.
+
+    Args:
+        set_aside: Directories of those that are in quarantine.
+        asked: The one checkpoint that was asked for; None means all of them.
+    """
+    bad = [r.directory for r in reports if not r.ok and r.directory not in set_aside]
+    whole = any(report.ok for report in reports)
+    if not bad and (whole or asked or not reports):
+        return
+    if whole:
+        way_out = "resume uses the newest whole one; restore the others from a copy"
+    elif asked:
+        way_out = f"restore it from a copy; `perdure ckpt verify {run}` checks the others"
+    else:
+        way_out = "there is no whole one to resume from: restore one from a copy"
+    names = ", ".join(bad or set_aside)
+    raise DamagedError(
+        f"{len(bad or set_aside)} of {len(reports)} checkpoints are damaged: {names}",
+        where=str(run),
+        rule="every file has the size and checksum of the manifest",
+        way_out=way_out,
+    )
 
 
 def _newest(records: Sequence[Checkpointed], run: Path) -> Checkpointed:

@@ -9,7 +9,11 @@ import typer
 
 from perdure.cli.output import JsonOption, print_json
 
-app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at configurations.",
+    epilog="Example: perdure config show recipes/tiny.yaml",
+    no_args_is_help=True,
+)
 
 
 @app.callback()
