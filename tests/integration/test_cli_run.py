@@ -38,6 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (code, err) == (0, "")
     assert "\nstep global_step=2 " in out
     assert "\nheld-out accuracy 0." in out
+    assert "(after the warm start 0." in out
     return folder / "run"
 
 
@@ -69,6 +70,7 @@ def test_resuming_a_finished_run_changes_no_row(copy: Path) -> None:
     code, out, _ = run("resume", copy)
     assert code == 0
     assert "\nrun_finished " in out
+    assert "the run was complete already" in out
     assert [file.read_text() for file in files] == before
 
 

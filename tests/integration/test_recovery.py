@@ -150,7 +150,11 @@ def test_a_rewind_voids_what_was_trained_beyond_the_checkpoint(tmp_path: Path) -
     cut_off(run, "learner.lr=0.01", point=FaultPoint.LOCAL_UPDATE_DONE, hit=9)
     before = state_of(run)
     assert before.last_step == 4
-    launch.resume(run, redo=False)
+    events = Events()
+    launch.resume(run, redo=False, display=events)
+    void = {"name": "step-00000004-1", "step": 4, "void_to_step": 5, "groups": 2}
+    assert events.of("rewound") == [void]
+    assert events.of("groups_abandoned")[0]["groups"] >= 2
     after = state_of(run)
     assert after.incarnations[-1].base_position is not None
     assert after.last_step == 6

@@ -268,6 +268,7 @@ def test_train_in_json(launched: list[tuple[object, ...]], tmp_path: Path) -> No
         "first_accuracy": 0.25,
         "last_accuracy": 0.875,
         "curve": str(run_dir / "curve.png"),
+        "warm_start": False,
     }
 
 

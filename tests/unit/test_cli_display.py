@@ -16,7 +16,7 @@ from perdure.core.events import FIELDS
 EVENTS: list[tuple[str, dict[str, Any]]] = [
     (
         "run_started",
-        {"run": "r", "incarnation": 1, "recipe": "x", "total_steps": 9, "warm_start_steps": 4},
+        {"run": "r", "incarnation": 1, "task": "x", "total_steps": 9, "warm_start_steps": 4},
     ),
     ("warm_start", {"step": 2, "loss": 1.25, "seconds": 0.5}),
     ("log_committed", {"records": 3, "bytes": 9, "fsync_ms": 0.1}),
@@ -47,7 +47,7 @@ def test_plain_lines() -> None:
     stream = io.StringIO()
     show(PlainDisplay(stream))
     assert stream.getvalue().splitlines() == [
-        "run_started run=r incarnation=1 recipe=x total_steps=9 warm_start_steps=4",
+        "run_started run=r incarnation=1 task=x total_steps=9 warm_start_steps=4",
         "warm_start step=2 loss=1.25 seconds=0.5",
         "redone global_step=1 digest=d equal=True",
         "step global_step=2 reward=0.5 seconds=1 response_length=7.5",
@@ -75,7 +75,10 @@ def test_a_terminal_has_a_line_per_global_step() -> None:
     text = stream.getvalue()
     assert "step     2  reward 0.500  response length 7.500  1.000 s" in text
     assert "step     2  held-out accuracy 0.750" in text
-    assert "warning message=[slow] disk" in text
+    assert "warning: [slow] disk" in text
+    assert "run r: x, 9 global steps after a warm start of 4" in text
+    assert "step     1  redone d  equal" in text
+    assert "=" not in text
     assert "held-out accuracy 0.75 (before training 0.25)" in text
     assert "log_committed" not in text
 
@@ -86,10 +89,15 @@ def test_the_bar_knows_its_length() -> None:
     display = TerminalDisplay(console)
     with display:
         display(*EVENTS[0])
-        display(*EVENTS[1])
+        display("warm_start_step", {"step": 2})
+    assert "warm start" in stream.getvalue()
     assert "2/4" in stream.getvalue()
     with display:
-        display(*EVENTS[4])
+        display("redo_started", {"from_step": 21, "to_step": 35})
+        display("redone", {"global_step": 23, "digest": "d", "equal": True})
+    assert "3/15" in stream.getvalue()
+    with display:
+        display("step", {"global_step": 2, "reward": 0.5, "seconds": 1.0})
     assert "2/9" in stream.getvalue()
 
 
@@ -110,6 +118,18 @@ def test_every_event_can_be_shown(name: str) -> None:
 def test_the_display_suits_standard_output() -> None:
     assert isinstance(make_display(json=True), JsonDisplay)
     assert isinstance(make_display(json=False), PlainDisplay)
+
+
+def test_a_different_redo_is_shown_as_one() -> None:
+    stream = io.StringIO()
+    display = TerminalDisplay(Console(file=stream, force_terminal=True, color_system=None))
+    display("redone", {"global_step": 3, "digest": "0123456789abcdef", "equal": False})
+    assert "redone 0123456789  DIFFERS" in stream.getvalue()
+
+
+def test_a_summary_says_what_the_first_accuracy_is_of() -> None:
+    summary = Summary("runs/x", 2, 0.25, 0.75, "runs/x/curve.png", warm_start=True)
+    assert summary.lines()[1] == "held-out accuracy 0.75 (after the warm start 0.25)"
 
 
 def test_a_summary_without_validation() -> None:

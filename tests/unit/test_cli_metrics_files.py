@@ -13,7 +13,7 @@ from perdure.core.clock import ManualClock
 from perdure.core.errors import StorageError
 from perdure.core.ids import GlobalStep, OptimizerStep
 from perdure.core.records import Evaluated, StepDone
-from perdure.runtime.curves import draw_curve, draw_run
+from perdure.runtime.curves import CURVE_FILE, REDRAW_S, CurveFile, draw_curve, draw_run
 from perdure.runtime.metrics_files import (
     EVALUATIONS_PATH,
     EVENTS_PATH,
@@ -244,6 +244,25 @@ def test_the_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_picture_of_a_run_without_rows(tmp_path: Path) -> None:
-    draw_curve([], [], tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 1000
+def test_a_picture_of_a_run_that_goes_on_is_drawn_now_and_then(tmp_path: Path) -> None:
+    clock = ManualClock()
+    with files(tmp_path) as metrics:
+        metrics.rebuild(steps=[done(1)], evaluations=[])
+    curve = CurveFile(tmp_path, clock=clock)
+    assert not curve.refresh()
+    clock.advance(REDRAW_S)
+    assert curve.refresh()
+    before = (tmp_path / CURVE_FILE).stat().st_ino
+    assert not curve.refresh()
+    clock.advance(REDRAW_S)
+    assert curve.refresh()
+    assert (tmp_path / CURVE_FILE).stat().st_ino != before, "replaced, never written into"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CURVE_FILE, "metrics"]
+
+
+def test_what_matplotlib_takes_for_mathematics_is_a_title() -> None:
+    assert draw_curve([], [], title="runs/$x^$").startswith(b"\x89PNG")
+
+
+def test_the_picture_of_a_run_without_rows() -> None:
+    assert len(draw_curve([], [], title="x")) > 1000

@@ -435,9 +435,14 @@ def test_what_was_claimed_and_cut_is_an_event(storage: MemoryStorage, claim: Cla
         ("claimed", {"incarnation": 2, "parent": 1, "took_over": True}),
         (
             "log_tail_cut",
-            {"incarnation": 1, "stream": "control", "segment": 0, "bytes": 4},
+            {"incarnation": 1, "stream": "control", "segment": 0, "bytes": 4, "why": "fenced"},
         ),
     ]
+    claimed.release()
+    seen.clear()
+    again = claim(storage.open_as_new_process(), take_over=True, events=events)
+    assert again.report.tails
+    assert [name for name, _ in seen] == ["claimed"]
 
 
 def test_a_checkpoint_counts_until_it_is_collected(store: ExperienceStore) -> None:

@@ -8,18 +8,10 @@ import threading
 from typing import Protocol, Self, TextIO
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from perdure.cli.output import silence
 from perdure.cli.summary import Summary
+from perdure.cli.terminal import TerminalDisplay
 from perdure.core.events import format_event
 
 _SHOWN = frozenset(
@@ -33,6 +25,8 @@ _SHOWN = frozenset(
         "checkpoint_damaged",
         "checkpoint_failed",
         "restored",
+        "rewound",
+        "groups_abandoned",
         "redo_started",
         "redone",
         "redo_finished",
@@ -43,8 +37,6 @@ _SHOWN = frozenset(
     }
 )
 """Events that people are told; all of them are in the run's ``events.jsonl``."""
-
-_ALARMING = frozenset({"checkpoint_damaged", "checkpoint_failed", "checkpoint_skipped", "warning"})
 
 
 class Display(Protocol):
@@ -125,84 +117,3 @@ class JsonDisplay(_LineDisplay):
 
     def summary(self, summary: Summary) -> None:
         self("summary", summary.to_json())
-
-
-class TerminalDisplay:
-    """A progress bar with one line per global step above it.
-
-    The bar's lengths are the optional fields ``total_steps`` and ``warm_start_steps`` of
-    ``run_started``; without them it shows how far, but not how much is left.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=32),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting", total=None)
-        self._totals: dict[str, int | None] = {}
-
-    def __call__(self, name: str, fields: dict[str, object]) -> None:
-        if name == "run_started":
-            for key in ("total_steps", "warm_start_steps"):
-                self._totals[key] = _number(fields.get(key))
-        if name == "warm_start":
-            self._advance("warm start", fields["step"], self._totals.get("warm_start_steps"))
-        elif name == "redone":
-            self._advance("redo", fields["global_step"], self._totals.get("total_steps"))
-        elif name == "step":
-            self._advance("training", fields["global_step"], self._totals.get("total_steps"))
-            self._console.print(_step_line(fields))
-        elif name == "evaluated":
-            self._console.print(
-                f"[bold green]step {fields['global_step']:>5}  held-out accuracy"
-                f" {_text(fields['accuracy'])}[/]"
-            )
-        elif name in _SHOWN:
-            style = "bold red" if name in _ALARMING else "dim"
-            self._console.print(format_event(name, fields), style=style, markup=False)
-
-    def note(self, text: str) -> None:
-        self._console.print(text, markup=False)
-
-    def summary(self, summary: Summary) -> None:
-        for line in summary.lines():
-            self._console.print(line, style="bold", markup=False, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        del details
-        self._progress.stop()
-
-    def _advance(self, phase: str, step: object, total: int | None) -> None:
-        self._progress.update(
-            self._task, description=phase, completed=_number(step) or 0, total=total
-        )
-
-
-def _step_line(fields: dict[str, object]) -> str:
-    parts = [f"step {fields['global_step']:>5}"]
-    for key, value in fields.items():
-        if key not in ("global_step", "seconds"):
-            parts.append(f"{key.replace('_', ' ')} {_text(value)}")
-    parts.append(f"[dim]{_text(fields['seconds'])} s[/]")
-    return "  ".join(parts)
-
-
-def _text(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _number(value: object) -> int | None:
-    return value if isinstance(value, int) else None

@@ -21,6 +21,10 @@ TRAIN_EXAMPLES = (
     "perdure train recipes/sort_digits.yaml\n\n"
     "perdure train recipes/tiny.yaml seed=7 trainer.total_steps=50 --run runs/try"
 )
+ALREADY_COMPLETE = (
+    "the run was complete already; its length is part of what it is: a longer one is a new run,"
+    " `perdure train RECIPE trainer.total_steps=N`"
+)
 RESUME_EXAMPLES = (
     "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over\n\n"
     "perdure resume runs/tiny-1 checkpoint.keep=5"
@@ -84,21 +88,42 @@ def resume(
         launch_resume(run, overrides or (), take_over=take_over, redo=not no_redo, display=display)
 
 
+class _Watch:
+    """Passes events on to the display and remembers what the end of the run is told with."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self.warm_start = False
+        self.went_on = False
+
+    def __call__(self, name: str, fields: dict[str, object]) -> None:
+        if name == "run_started":
+            self.warm_start = bool(fields.get("warm_start_steps"))
+        # Redone steps and warm-start steps are work too: there was something left to do.
+        self.went_on = self.went_on or name in ("step", "redone", "warm_start_step")
+        self._display(name, fields)
+
+
 @contextmanager
-def _running(run_dir: Path, *, json: bool) -> Generator[Display]:
+def _running(run_dir: Path, *, json: bool) -> Generator[_Watch]:
     """Display for one incarnation; ends with the summary. A run that is stopped has its curve."""
     from perdure.cli.display import make_display
     from perdure.cli.summary import summarize
-    from perdure.core.errors import StoppedError
+    from perdure.core.errors import DamagedError, StoppedError, StorageError
     from perdure.runtime.curves import draw_run
 
     # The display puts the terminal in order before the process ends; not in a test's thread.
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with make_display(json=json) as display:
+        watch = _Watch(display)
         try:
-            yield display
+            yield watch
         except StoppedError:
-            draw_run(run_dir)
+            # What is for people does not stand in the way of the stop.
+            with suppress(StorageError, DamagedError):
+                draw_run(run_dir)
             raise
-        display.summary(summarize(run_dir))
+        display.summary(summarize(run_dir, warm_start=watch.warm_start))
+        if not watch.went_on:
+            display.note(ALREADY_COMPLETE)

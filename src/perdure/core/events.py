@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 FIELDS = MappingProxyType(
     {
-        "run_started": ("run", "incarnation", "recipe"),
+        "run_started": ("run", "incarnation", "task"),
         "run_finished": ("run", "incarnation", "global_step", "digest"),
         "claimed": ("incarnation", "parent", "took_over"),
-        "log_tail_cut": ("incarnation", "stream", "segment", "bytes"),
+        "log_tail_cut": ("incarnation", "stream", "segment", "bytes", "why"),
         "log_committed": ("records", "bytes", "fsync_ms"),
         "checkpoint_staged": ("step", "blocked_ms", "bytes"),
         "checkpoint_committed": ("step", "name", "write_ms", "bytes"),
@@ -19,9 +19,12 @@ FIELDS = MappingProxyType(
         "checkpoint_damaged": ("name", "file", "reason"),
         "checkpoint_collected": ("names",),
         "restored": ("name", "step"),
+        "rewound": ("name", "step", "void_to_step", "groups"),
+        "groups_abandoned": ("groups",),
         "redo_started": ("from_step", "to_step"),
         "redone": ("global_step", "digest", "equal"),
         "redo_finished": ("local_updates", "seconds"),
+        "warm_start_step": ("step",),
         "warm_start": ("step", "loss", "seconds"),
         "step": ("global_step", "reward", "seconds"),
         "published": ("version", "digest", "seconds"),

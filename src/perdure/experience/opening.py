@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Generator
 
+from perdure.core import sealed_json
 from perdure.core.clock import Clock
 from perdure.core.errors import PerdureError
 from perdure.core.events import EventSink, ignore_events
@@ -24,6 +25,7 @@ from perdure.experience.claims import (
 from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState, fold, rewound
 from perdure.experience.reader import LineageLog, LogReport, read_lineage
+from perdure.experience.seals import FORMAT, seal_path
 from perdure.experience.store import ExperienceStore
 from perdure.experience.writer import LogOptions, LogWriter
 
@@ -156,7 +158,7 @@ def claim_experience(
     except BaseException:
         claimed.release()
         raise
-    _announce(claimed, log.report, events)
+    _announce(storage, claimed, log.report, events=events)
 
     def open_writer() -> LogWriter:
         return LogWriter(
@@ -200,18 +202,30 @@ def _collector_paused() -> Generator[None]:
             gc.enable()
 
 
-def _announce(claimed: Claim, report: LogReport, events: EventSink) -> None:
+def _announce(storage: Storage, claimed: Claim, report: LogReport, *, events: EventSink) -> None:
+    """Say who was claimed from and what that cut; what earlier claims cut was said by them."""
     fields: dict[str, object] = {
         "incarnation": claimed.incarnation,
         "parent": claimed.parent,
         "took_over": claimed.took_over,
     }
     events("claimed", fields)
+    why = "fenced" if claimed.took_over else "unfinished"
     for tail in report.tails:
+        if not _was_sealed_by(storage, tail.name.incarnation, claimed.incarnation):
+            continue
         cut: dict[str, object] = {
             "incarnation": tail.name.incarnation,
             "stream": tail.name.stream.value,
             "segment": tail.name.segment,
             "bytes": tail.size,
+            "why": why,
         }
         events("log_tail_cut", cut)
+
+
+def _was_sealed_by(storage: Storage, sealed: IncarnationNumber, sealer: IncarnationNumber) -> bool:
+    path = seal_path(sealed)
+    fields = ("sealed_by",)
+    value = sealed_json.decode(storage.read(path), where=path, newest_format=FORMAT, fields=fields)
+    return value["sealed_by"] == sealer

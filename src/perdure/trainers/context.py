@@ -15,6 +15,7 @@ from perdure.core.trajectories import RewardedGroup
 from perdure.experience import ExperienceStore, RunInfo
 from perdure.learner.api import LocalUpdateResult
 from perdure.runtime.api import Runtime
+from perdure.runtime.curves import CurveFile
 from perdure.runtime.metrics_files import MetricsFiles
 from perdure.tasks.api import Prompt, Task
 from perdure.trainers.config import RunConfig
@@ -34,6 +35,7 @@ class TrainContext:
     runtime: Runtime
     checkpoints: CheckpointEngine
     metrics: MetricsFiles
+    curve: CurveFile
     clock: Clock
     faults: FaultHook
     events: EventSink

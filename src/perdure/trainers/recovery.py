@@ -27,6 +27,7 @@ from perdure.core.storage_api import Storage
 from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
 from perdure.experience.claims import INCARNATION_DIR
 from perdure.experience.seals import SEAL_DIR
+from perdure.runtime.curves import CurveFile
 from perdure.runtime.ledger import LogLedger
 from perdure.runtime.metrics_files import METRICS_DIR, EventsFile, MetricsFiles
 from perdure.tasks.api import Task
@@ -145,6 +146,8 @@ def _open(
         options=CheckpointOptions(keep=launch.config.checkpoint.keep),
     )
     choice = _restore(claimed, checkpoints)
+    if choice is not None and not launch.redo:
+        _announce_rewind(claimed, choice, progress=progress, events=events)
     check_restored(
         progress, last_step=claimed.state.last_step, weights=machinery.learner.policy_weights()
     )
@@ -178,6 +181,7 @@ def _open(
         ),
         checkpoints=checkpoints,
         metrics=metrics,
+        curve=CurveFile(launch.run_dir, clock=launch.clock),
         clock=launch.clock,
         faults=launch.faults,
         events=events,
@@ -224,6 +228,21 @@ def _start(
         redo_until=max(beyond) if beyond and rewind_to is None else None,
         config_digest=digest,
     )
+
+
+def _announce_rewind(
+    claimed: ClaimedRun, choice: Choice, *, progress: Progress, events: EventSink
+) -> None:
+    """Say which steps are void from here on, and how many groups they had taken."""
+    step = progress.global_step
+    void = {u: taken for u, taken in claimed.state.taken.items() if u.global_step > step}
+    fields: dict[str, object] = {
+        "name": choice.directory,
+        "step": step,
+        "void_to_step": max((update.global_step for update in void), default=step),
+        "groups": sum(len(taken.groups) for taken in void.values()),
+    }
+    events("rewound", fields)
 
 
 async def _advance(ctx: TrainContext) -> None:
@@ -274,13 +293,14 @@ async def _drop_abandoned(ctx: TrainContext) -> None:
             *(Evicted(g, EvictionReason.ABANDONED, step) for g in sorted([*begun, *finished])),
         ]
         await acknowledged(ctx.store, ctx.store.append_all(records))
+        ctx.events("groups_abandoned", {"groups": len(begun) + len(finished)})
 
 
 def _announce_start(ctx: TrainContext, launch: Launch) -> None:
     fields: dict[str, object] = {
         "run": str(launch.run_dir),
         "incarnation": ctx.store.incarnation,
-        "recipe": launch.config.task.name,
+        "task": launch.config.task.name,
         "total_steps": launch.config.trainer.total_steps,
         "warm_start_steps": launch.config.learner.supervised.steps,
     }

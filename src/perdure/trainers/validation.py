@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from perdure.core.errors import TrainingError
+from perdure.core.errors import DamagedError, StorageError, TrainingError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep
 from perdure.core.records import Evaluated
@@ -34,6 +34,11 @@ async def validate_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     ctx.events(
         "evaluated", {"global_step": step, "accuracy": metrics["accuracy"], "seconds": seconds}
     )
+    try:
+        ctx.curve.refresh()
+    except (StorageError, DamagedError) as error:
+        # The picture is for people; its rows are safe.
+        ctx.events("warning", {"message": f"the curve cannot be drawn: {error}"})
 
 
 async def _validate(ctx: TrainContext) -> dict[str, float]:

@@ -34,6 +34,7 @@ async def warm_start(ctx: TrainContext) -> None:
                 metrics = await ctx.runtime.supervised_step(step + 1, examples)
                 done = step + 1
                 ctx.progress.warm_start_step = done
+        ctx.events("warm_start_step", {"step": done})
         ctx.faults.reach(FaultPoint.WARM_START_STEP)
         if done % ctx.config.trainer.warm_start_log_every == 0 or done == config.steps:
             await _log_progress(ctx, done, metrics)
