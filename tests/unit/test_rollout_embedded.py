@@ -142,6 +142,23 @@ def test_broken_weights_reach_every_stream_and_good_ones_heal(deterministic: boo
     assert before == after
 
 
+def test_sampling_parameters_of_a_failed_request_are_forgotten() -> None:
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
+
+    async def tokens(engine: EmbeddedEngine) -> list[int]:
+        chunks = [chunk async for chunk in engine.generate(request_of("r"))]
+        return [token for chunk in chunks for token in chunk.token_ids.tolist()]
+
+    async def after_a_failure(engine: EmbeddedEngine) -> list[int]:
+        await engine.load_weights(PolicyVersion(2), broken_weights())
+        with pytest.raises(TrainingError, match="not finite"):
+            await chunk_lengths(engine, GenerationRequest("g", (1, 2, 3), greedy, (1, 2)))
+        await engine.load_weights(PolicyVersion(3), weights())
+        return await tokens(engine)
+
+    assert run(after_a_failure) == run(tokens)
+
+
 def test_tokens_delivered_before_a_failure_are_not_taken_back() -> None:
     async def scenario(engine: EmbeddedEngine) -> int:
         stream = engine.generate(request_of("r"))

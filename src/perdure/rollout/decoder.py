@@ -61,8 +61,8 @@ class Decoder:
         )
         self._on_gpu = self._device.type == "cuda"
         self._forward = self._forward_of(fused)
-        self._seen_changes = -1
-        self._sampling: tuple[tuple[int, int], RowSampling] | None = None
+        self._sampling_of: tuple[SlotTable, int, int] | None = None
+        self._sampling: RowSampling | None = None
 
     def _forward_of(self, fused: bool) -> CachedForward:
         if fused:
@@ -146,14 +146,11 @@ class Decoder:
 
     def compact(self, table: SlotTable) -> None:
         """Move live rows to the front, so that a step computes no free ones."""
-        if self._seen_changes == table.changes:
-            return
         targets, sources = table.compaction()
         if targets:
             table.move(targets, sources)
             length = int(table.position[targets].max()) + 1
             self._cache.move(self._to(targets), self._to(sources), length)
-        self._seen_changes = table.changes
 
     @torch.inference_mode()
     def step(self, table: SlotTable) -> tuple[Array, Array]:
@@ -208,10 +205,10 @@ class Decoder:
         return tuple(bands)
 
     def _row_sampling(self, table: SlotTable, rows: int) -> RowSampling:
-        key = (table.changes, rows)
-        if self._sampling is None or self._sampling[0] != key:
-            self._sampling = (key, self._read_sampling(table, rows))
-        return self._sampling[1]
+        wanted = (table, table.changes, rows)
+        if self._sampling is None or self._sampling_of != wanted:
+            self._sampling_of, self._sampling = wanted, self._read_sampling(table, rows)
+        return self._sampling
 
     def _read_sampling(self, table: SlotTable, rows: int) -> RowSampling:
         truncated = (table.top_k[:rows] < table.vocab_size) | (table.top_p[:rows] < 1)

@@ -98,6 +98,7 @@ class SlotTable:
         self._quiet_steps = 0
         """Steps for which no budget ends and no chunk fills; 0: not known."""
         self._no_stops = True
+        self._may_have_holes = True
 
     def free_slots(self) -> list[int]:
         """Free slots, lowest first."""
@@ -141,6 +142,7 @@ class SlotTable:
         live.slot = -1
         self.requests[slot] = None
         self.live[slot] = False
+        self._may_have_holes = True
         self.count -= 1
         self._change()
         self.token[slot] = self.position[slot] = self.generated[slot] = 0
@@ -154,7 +156,10 @@ class SlotTable:
         so on; only the last row of all fills a hole of the last band. (Long prompts may break the
         order, which costs time and nothing else.)
         """
+        if not self._may_have_holes:
+            return [], []
         holes = np.flatnonzero(~self.live[: self._top()])
+        self._may_have_holes = bool(len(holes))
         if not len(holes):
             return [], []
         place = np.where(self.live, self.position, -1)
