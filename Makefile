@@ -15,7 +15,7 @@ help:
 	@echo "make test   set up and run the tests"
 	@echo "make lint   formatting, lint rules, types, import contracts, house limits"
 	@echo "make soak   the full count of every crash campaign (long)"
-	@echo "make bench  overhead of log and checkpoints; the engine beside others"
+	@echo "make bench  overhead of log and checkpoints; log and engine beside others"
 
 demo: $(VENV)/.installed
 	$(BIN)/perdure train recipes/sort_digits.yaml
@@ -39,6 +39,7 @@ soak: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/log.py
 	$(BIN)/python benchmarks/engine.py
 
 clean:
