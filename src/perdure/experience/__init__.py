@@ -7,6 +7,7 @@ from perdure.experience.finished import FinishedSession
 from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupEvent, GroupState
 from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
+from perdure.experience.remote import RemoteOptions, RemoteStore, StoreServer
 from perdure.experience.store import ExperienceStore, OpenGroup
 from perdure.experience.writer import LogOptions
 
@@ -22,7 +23,10 @@ __all__ = [
     "GroupState",
     "LogOptions",
     "OpenGroup",
+    "RemoteOptions",
+    "RemoteStore",
     "RunInfo",
+    "StoreServer",
     "claim_experience",
     "create_run",
     "decide",

@@ -11,7 +11,13 @@ from perdure.core.record_codec import record_fields
 from perdure.core.records import ControlRecord, GroupSettled, Partial, SessionsDone
 from perdure.core.trajectories import Trajectory
 from perdure.experience.format import prepare_record, prepare_referring_record
-from perdure.experience.payloads import Payload, trajectories_payload
+from perdure.experience.packed import PackedTrajectories
+from perdure.experience.payloads import (
+    Payload,
+    TrajectoryColumns,
+    columns_payload,
+    trajectory_columns,
+)
 
 MAX_SESSIONS = 1024
 """Sessions in one record, at most."""
@@ -36,7 +42,7 @@ class Entry:
 
     control: ControlRecord | None
     payload: Payload | None = None
-    trajectories: Sequence[Trajectory] = ()
+    trajectories: Sequence[Trajectory] | PackedTrajectories = ()
     ref: PayloadRef | None = None
     first_row: int = 0
     position: LogPosition | None = None
@@ -132,8 +138,13 @@ def _close(packed: list[PackedEntries], entries: list[Entry], place: int) -> Non
 def _prepare_sessions(entry: Entry, control: ControlRecord) -> PreparedEntry:
     assert isinstance(control, SessionsDone)
     assert len(control.sessions) == len(entry.trajectories)
-    size = sum([trajectory.nbytes for trajectory in entry.trajectories])
-    return PreparedEntry(entry, control.key(), size, None)
+    return PreparedEntry(entry, control.key(), _nbytes(entry.trajectories), None)
+
+
+def _nbytes(trajectories: Sequence[Trajectory] | PackedTrajectories) -> int:
+    if isinstance(trajectories, PackedTrajectories):
+        return trajectories.nbytes
+    return sum([trajectory.nbytes for trajectory in trajectories])
 
 
 def _encode_sessions(entries: Sequence[Entry]) -> Records:
@@ -145,8 +156,25 @@ def _encode_sessions(entries: Sequence[Entry]) -> Records:
         controls.append(entry.control)
         entry.first_row = rows
         rows += len(entry.trajectories)
-    trajectories = [trajectory for entry in entries for trajectory in entry.trajectories]
-    return Records(_referring(_joined(controls)), trajectories_payload(trajectories).record)
+    payload = columns_payload(_columns(entries))
+    return Records(_referring(_joined(controls)), payload.record)
+
+
+def _columns(entries: Sequence[Entry]) -> list[TrajectoryColumns]:
+    """What makes up the payload: neighbours that are not packed yet are packed together."""
+    columns: list[TrajectoryColumns] = []
+    loose: list[Trajectory] = []
+    for entry in entries:
+        if not isinstance(entry.trajectories, PackedTrajectories):
+            loose += entry.trajectories
+            continue
+        if loose:
+            columns.append(trajectory_columns(loose))
+            loose = []
+        columns.append(entry.trajectories.columns)
+    if loose:
+        columns.append(trajectory_columns(loose))
+    return columns
 
 
 def _joined(records: Sequence[SessionsDone]) -> SessionsDone:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from perdure.core.errors import TrainingError
 from perdure.core.ids import IncarnationNumber, PayloadRef
 from perdure.core.records import SessionsDone
 from perdure.core.trajectories import Trajectory
 from perdure.experience import entries
 from perdure.experience.entries import Entry
+from perdure.experience.packed import PackedTrajectories
+from perdure.experience.payloads import require_encodable
 
-_NOT_PLACED = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
+NOT_PLACED = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
 
 
 class FinishedSession(NamedTuple):
@@ -28,6 +32,50 @@ class FinishedSession(NamedTuple):
     trajectory: Trajectory
     reward: float
     parts: Mapping[str, float]
+
+
+class PackedSessions(NamedTuple):
+    """Sessions as columns; the record's ``payload`` is a placeholder."""
+
+    record: SessionsDone
+    trajectories: PackedTrajectories
+
+    def unpacked(self) -> list[FinishedSession]:
+        """The same, one by one."""
+        return list(
+            map(
+                FinishedSession,
+                self.trajectories.unpacked(),
+                self.record.rewards,
+                self.record.parts,
+            )
+        )
+
+
+def packed_entry(sessions: PackedSessions) -> Entry | None:
+    """The sessions as one entry; None if a record cannot hold them."""
+    rows = sessions.trajectories
+    fits = len(rows) <= entries.MAX_SESSIONS and rows.nbytes <= entries.MAX_BYTES
+    return Entry(sessions.record, trajectories=rows) if fits or len(rows) == 1 else None
+
+
+def require_loggable(session: FinishedSession) -> None:
+    """See that a session can be logged.
+
+    Raises:
+        TrainingError: The reward is not finite.
+        TypeError: An array is not of the type that the format gives it.
+        ValueError: The trajectory takes 4 GiB or more.
+    """
+    session.trajectory.check()
+    require_encodable(session.trajectory)
+    if not math.isfinite(session.reward):
+        raise TrainingError(
+            f"the reward is {session.reward}",
+            where=f"session {session.trajectory.session.key()}",
+            rule="a reward is a finite number",
+            way_out="repair the reward function, or let the group fail",
+        )
 
 
 def session_entries(sessions: Iterable[FinishedSession]) -> list[Entry]:
@@ -60,6 +108,6 @@ def _entry(sessions: Sequence[FinishedSession]) -> Entry:
         first_versions=tuple([first for first, _ in versions]),
         last_versions=tuple([last for _, last in versions]),
         parts=tuple([dict(session.parts) for session in sessions]),
-        payload=_NOT_PLACED,
+        payload=NOT_PLACED,
     )
     return Entry(record, trajectories=trajectories)

@@ -76,7 +76,7 @@ class Stamp(NamedTuple):
 
 
 def prepare_record(
-    record_type: RecordType,
+    record_type: int,
     *,
     key: str,
     fields: Mapping[str, object],
@@ -192,10 +192,17 @@ def checksum_holds(view: memoryview, offset: int, header: RecordHeader) -> bool:
     return state.intdigest() == header.checksum
 
 
-def record_body(view: memoryview, offset: int, header: RecordHeader) -> dict[str, Any]:
-    """The fields of a valid record. Raises ``ValueError`` if they are not a msgpack map."""
+def record_body(
+    view: memoryview, offset: int, header: RecordHeader, *, tuples: bool = False
+) -> dict[str, Any]:
+    """The fields of a valid record; lists of them as ``tuples`` on request.
+
+    Raises:
+        ValueError: They are not a msgpack map.
+    """
     start = offset + HEADER_BYTES
-    fields: object = msgpack.unpackb(view[start : start + header.fields_length])
+    packed = view[start : start + header.fields_length]
+    fields: object = msgpack.unpackb(packed, use_list=not tuples)
     if not isinstance(fields, dict):
         raise ValueError(f"the fields of the record at byte {offset} are not a map")
     return cast("dict[str, Any]", fields)
@@ -212,7 +219,7 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
 
 
 def _join(
-    record_type: RecordType, key: str, packed: bytes, arrays: Sequence[bytes | memoryview]
+    record_type: int, key: str, packed: bytes, arrays: Sequence[bytes | memoryview]
 ) -> bytearray:
     record = bytearray().join((_ZEROS, packed, padding(len(packed)), *arrays))
     _HEAD.pack_into(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from perdure.core.errors import DamagedError
-from perdure.core.ids import PayloadRef, PolicyVersion, SessionId
+from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
@@ -61,10 +61,34 @@ def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
 
     :func:`require_encodable` has passed them.
     """
-    key = f"trajectories/{trajectories[0].session.key()}"
+    return columns_payload([trajectory_columns(trajectories)])
+
+
+class TrajectoryColumns(NamedTuple):
+    """A record with a row for each trajectory: its fields by row, its arrays in pieces."""
+
+    fields: Mapping[str, Sequence[Any]]
+    arrays: Mapping[str, Sequence[Array]]
+
+
+def columns_payload(columns: Sequence[TrajectoryColumns]) -> Payload:
+    """The payload record of all their rows. The arrays are copied."""
+    fields, arrays = columns[0]
+    if len(columns) > 1:
+        fields = {name: [row for one in columns for row in one.fields[name]] for name in fields}
+        arrays = {name: [piece for one in columns for piece in one.arrays[name]] for name in arrays}
+    group, index = fields["sessions"][0]
+    key = f"trajectories/{SessionId(group, index).key()}"
+    return Payload(
+        key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
+    )
+
+
+def trajectory_columns(trajectories: Sequence[Trajectory]) -> TrajectoryColumns:
+    """The columns of trajectories that :func:`require_encodable` has passed."""
     prompts = [t.prompt_ids_P for t in trajectories]
     responses = [t.response_ids_T for t in trajectories]
-    fields = {
+    fields: dict[str, list[Any]] = {
         "sessions": [(t.session.group, t.session.index) for t in trajectories],
         "prompt_tokens": list(map(len, prompts)),
         "response_tokens": list(map(len, responses)),
@@ -77,8 +101,33 @@ def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
         "logprobs": [t.logprobs_T for t in trajectories],
         "loss_mask": [t.loss_mask_T for t in trajectories],
     }
-    return Payload(
-        key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
+    return TrajectoryColumns(fields, arrays)
+
+
+def trajectory_in_row(
+    fields: Mapping[str, Any], arrays: Mapping[str, Array], row: int, *, starts: tuple[int, int]
+) -> Trajectory:
+    """The trajectory in a row of such a record; its arrays are views.
+
+    Args:
+        starts: Where its prompt and its response begin in the arrays.
+    """
+    prompt = slice(starts[0], starts[0] + fields["prompt_tokens"][row])
+    response = slice(starts[1], starts[1] + fields["response_tokens"][row])
+    group, index = fields["sessions"][row]
+    return Trajectory(
+        session=SessionId(GroupId(group), index),
+        prompt_ids_P=arrays["prompt_ids"][prompt],
+        response_ids_T=arrays["response_ids"][response],
+        logprobs_T=arrays["logprobs"][response],
+        loss_mask_T=arrays["loss_mask"][response],
+        segments=tuple(
+            [
+                Segment(PolicyVersion(version), start, end)
+                for version, start, end in fields["segments"][row]
+            ]
+        ),
+        stop_reason=StopReason(fields["stop_reasons"][row]),
     )
 
 
@@ -128,22 +177,8 @@ class PayloadReader:
                 where=SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment).path,
                 rule="sessions_done refers to the trajectories of its sessions, in order",
             )
-        prompt = _extent(fields["prompt_tokens"], row)
-        response = _extent(fields["response_tokens"], row)
-        return Trajectory(
-            session=session,
-            prompt_ids_P=arrays["prompt_ids"][prompt],
-            response_ids_T=arrays["response_ids"][response],
-            logprobs_T=arrays["logprobs"][response],
-            loss_mask_T=arrays["loss_mask"][response],
-            segments=tuple(
-                [
-                    Segment(PolicyVersion(version), start, end)
-                    for version, start, end in fields["segments"][row]
-                ]
-            ),
-            stop_reason=StopReason(fields["stop_reasons"][row]),
-        )
+        starts = (sum(fields["prompt_tokens"][:row]), sum(fields["response_tokens"][:row]))
+        return trajectory_in_row(fields, arrays, row, starts=starts)
 
     def _parse(self, ref: PayloadRef) -> _Parsed:
         name = SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment)
@@ -165,8 +200,3 @@ class PayloadReader:
         if len(self._maps) > _MAX_MAPS:
             self._maps.popitem(last=False)
         return view
-
-
-def _extent(lengths: Sequence[int], row: int) -> slice:
-    start = sum(lengths[:row])
-    return slice(start, start + lengths[row])

@@ -8,12 +8,11 @@ again calls the same methods. The first failure of the log is final: every later
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from perdure.core.errors import LifecycleError, TrainingError
+from perdure.core.errors import LifecycleError
 from perdure.core.ids import (
     GlobalStep,
     GroupId,
@@ -42,12 +41,18 @@ from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience.appender import Appender
 from perdure.experience.changes import GroupChanges
-from perdure.experience.claims import Claim
-from perdure.experience.finished import FinishedSession, session_entries
+from perdure.experience.claims import Claim, RunInfo
+from perdure.experience.finished import (
+    FinishedSession,
+    PackedSessions,
+    packed_entry,
+    require_loggable,
+    session_entries,
+)
 from perdure.experience.fold import ExperienceState
 from perdure.experience.groups import Group
 from perdure.experience.lifecycle import OPEN, GroupState
-from perdure.experience.payloads import PayloadReader, require_encodable
+from perdure.experience.payloads import PayloadReader
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 
@@ -89,6 +94,11 @@ class ExperienceStore:
         self._cache = TrajectoryCache(cache_bytes)
         self._appender = Appender(state, writer, cache=self._cache)
         self._lock = self._appender.lock
+
+    @property
+    def run(self) -> RunInfo:
+        """What ``run.json`` says."""
+        return self._claim.run
 
     @property
     def incarnation(self) -> IncarnationNumber:
@@ -140,13 +150,25 @@ class ExperienceStore:
                 ``MAX_SESSIONS``, or more than ``MAX_BYTES`` of arrays, those in front may count.
         """
         for session in sessions:
-            _check(session)
+            require_loggable(session)
         with self._lock:
             fresh: dict[SessionId, FinishedSession] = {}
             for session in sessions:
                 if not self.state.table.is_settled(session.trajectory.session):
                     fresh.setdefault(session.trajectory.session, session)
             return self._appender.append_sessions(session_entries(fresh.values()), settled=settled)
+
+    def packed_sessions_done(
+        self, sessions: PackedSessions, *, settled: Sequence[GroupSettled] = ()
+    ) -> Future[LogPosition]:
+        """As :meth:`sessions_done`, of sessions that were checked when they were packed."""
+        with self._lock:
+            ids = sessions.record.sessions
+            entry = packed_entry(sessions)
+            known = any(map(self.state.table.is_settled, ids)) or len(set(ids)) < len(ids)
+            if entry is None or known:
+                return self.sessions_done(sessions.unpacked(), settled=settled)
+            return self._appender.append_sessions([entry], settled=settled)
 
     def settle(
         self, group: GroupId, outcome: GroupOutcome, reason: str = ""
@@ -319,15 +341,3 @@ class ExperienceStore:
         assert batch.payload is not None, "what is not durable stays in the cache"
         row += batch.first_row
         return self._reader.trajectory(batch.payload, row=row, session=session)
-
-
-def _check(session: FinishedSession) -> None:
-    session.trajectory.check()
-    require_encodable(session.trajectory)
-    if not math.isfinite(session.reward):
-        raise TrainingError(
-            f"the reward is {session.reward}",
-            where=f"session {session.trajectory.session.key()}",
-            rule="a reward is a finite number",
-            way_out="repair the reward function, or let the group fail",
-        )

@@ -1,0 +1,101 @@
+"""Which answers to a worker are due."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+from perdure.core.ids import LogPosition
+from perdure.experience.remote.frames import FrameType, make_frame, number_frame
+from perdure.experience.remote.refusals import REFUSALS, refusal_frame
+from perdure.experience.remote.wire import POLL_S
+
+_MAX_UNANSWERED = 2**16
+
+
+class Replies:
+    """Answers requests in their order, each as soon as it and all before it are settled.
+
+    One acknowledgement stands for all requests up to its number that were not refused. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unanswered: deque[tuple[int, Future[LogPosition]]] = deque()
+        self._newest: Future[LogPosition] | None = None
+        self._farewell: bytearray | None = None
+        self._ended = False
+
+    def add(self, number: int, future: Future[LogPosition]) -> None:
+        """A request is to be answered; waits while 65,536 are."""
+        with self._changed:
+            while len(self._unanswered) >= _MAX_UNANSWERED and not self._over():
+                self._changed.wait(POLL_S)
+            self._unanswered.append((number, future))
+            known, self._newest = future is self._newest, future
+        if not known:
+            future.add_done_callback(self._wake)
+
+    def end(self, farewell: bytearray | None = None) -> None:
+        """No request follows; ``farewell`` is sent behind the last answer."""
+        with self._changed:
+            self._farewell = farewell
+            self._ended = True
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Nobody is there to be answered."""
+        with self._changed:
+            self._unanswered.clear()
+            self._ended = True
+            self._changed.notify_all()
+
+    def next_frames(self) -> list[bytearray]:
+        """Wait for frames to send; none: everything is answered and said."""
+        with self._changed:
+            while not (self._is_due() or self._over()):
+                self._changed.wait(POLL_S)
+            frames = self._take_due()
+            self._changed.notify_all()
+            if not frames and self._farewell is not None:
+                frames, self._farewell = [self._farewell], None
+            return frames
+
+    def _wake(self, future: Future[LogPosition]) -> None:
+        del future
+        with self._changed:
+            self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return bool(self._unanswered) and self._unanswered[0][1].done()
+
+    def _over(self) -> bool:
+        """Whether there is nothing to wait for, or the process ends without closing."""
+        answered = self._ended and not self._unanswered
+        return answered or not threading.main_thread().is_alive()
+
+    def _take_due(self) -> list[bytearray]:
+        frames: list[bytearray] = []
+        acknowledged: tuple[int, LogPosition] | None = None
+        while self._is_due():
+            number, future = self._unanswered.popleft()
+            error = future.exception()
+            if error is None:
+                acknowledged = number, future.result()
+                continue
+            # Anything else is a fault of this program, and ends the thread that asks.
+            if not isinstance(error, REFUSALS):
+                raise error
+            if acknowledged is not None:
+                frames.append(_acknowledgement(*acknowledged))
+                acknowledged = None
+            frames.append(number_frame(refusal_frame(error), number))
+        if acknowledged is not None:
+            frames.append(_acknowledgement(*acknowledged))
+        return frames
+
+
+def _acknowledgement(number: int, position: LogPosition) -> bytearray:
+    place = [position.incarnation, position.segment, position.offset]
+    return number_frame(make_frame(FrameType.ACKNOWLEDGED, {"position": place}), number)

@@ -1,0 +1,195 @@
+"""Connections that end anywhere, bytes that arrive wrong: nothing is lost or counts twice."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from remote_cases import (
+    FLUSH_S,
+    Doors,
+    check_log,
+    doors,
+    group_of,
+    new_storage,
+    session,
+    start_store,
+)
+
+from perdure.core.ids import GroupId
+from perdure.core.record_types import GroupOutcome
+from perdure.core.records import GroupSettled
+from perdure.experience import RemoteOptions
+from perdure.experience.payloads import trajectory_columns
+from perdure.experience.remote.frames import FrameType, make_frame, number_frame
+from perdure.experience.remote.requests import sessions_frame
+
+GROUPS = 6
+PATIENT = RemoteOptions(reconnect_timeout_s=1e6, retry_s=1.0)
+
+
+class CutSocket(socket.socket):
+    """A stream that ends after so many bytes out, or so many in."""
+
+    bytes_out = bytes_in = 2**40
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        sent = super().send(memoryview(data)[: self.bytes_out], flags) if self.bytes_out else 0
+        self.bytes_out -= sent
+        self._cut_if_used_up()
+        return sent
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        received = super().recv_into(memoryview(buffer)[: max(self.bytes_in, 1)], 0, flags)
+        self.bytes_in -= min(received, self.bytes_in)
+        self._cut_if_used_up()
+        return received
+
+    def _cut_if_used_up(self) -> None:
+        if not (self.bytes_out and self.bytes_in):
+            self.shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError("cut")
+
+
+def cut_off(one: socket.socket, limits: tuple[int, int]) -> CutSocket:
+    stream = CutSocket(fileno=one.detach())
+    stream.bytes_out, stream.bytes_in = limits
+    return stream
+
+
+def run_worker(door: Doors, connect: Callable[[], socket.socket]) -> None:
+    """Append every group, the second half session by session; all of it is acknowledged."""
+    worker = door.worker(options=PATIENT, connect=connect)
+    futures = []
+    for group in range(GROUPS):
+        settled = [GroupSettled(GroupId(group), GroupOutcome.FINISHED)]
+        if group % 2:
+            futures += [worker.sessions_done([one]) for one in group_of(group)]
+            futures.append(worker.sessions_done([], settled=settled))
+        else:
+            futures.append(worker.sessions_done(group_of(group), settled=settled))
+    positions = [future.result(FLUSH_S) for future in futures]
+    assert positions == sorted(positions)
+    worker.close()
+
+
+# A greeting takes 192 bytes, a request of a group 576: limits fall into both, and behind them.
+LIMITS = st.tuples(st.integers(193, 4000), st.integers(193, 1200))
+
+
+@given(cuts=st.lists(LIMITS, max_size=5), restarts=st.sets(st.integers(0, 5)))
+def test_remote_connections_end_anywhere(cuts: list[tuple[int, int]], restarts: set[int]) -> None:
+    """Some of them because the store is another incarnation from then on."""
+    storage = new_storage()
+    with doors() as door:
+        first = door.open(start_store(storage, groups=GROUPS))
+        planned = iter(cuts)
+        opened: list[socket.socket] = []
+
+        def connect() -> socket.socket:
+            if len(opened) in restarts and opened:
+                door.close()
+                door.open(start_store(storage.open_as_new_process()))
+            stream = cut_off(door.connect(), next(planned, (2**40, 2**40)))
+            opened.append(stream)
+            return stream
+
+        run_worker(door, connect)
+        check_log(storage, [one for group in range(GROUPS) for one in group_of(group)])
+        assert len(opened) <= len(cuts) + 1
+        assert first.warnings == [] or len(opened) > 1
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
+def test_remote_wrong_bytes_never_count(at: int, bit: int, cut: bool) -> None:
+    """One bit of a worker's stream is flipped, or the stream ends there: a prefix counts."""
+    frames = [hello()] + [
+        bytes(number_frame(sessions_frame(group_of(group), ()), group + 1))
+        for group in range(GROUPS)
+    ]
+    whole = bytearray(b"".join(frames))
+    at %= len(whole)
+    if cut:
+        del whole[at:]
+    else:
+        whole[at] ^= 1 << bit
+    storage = new_storage()
+    with doors() as door:
+        opened = door.open(start_store(storage, groups=GROUPS))
+        with opened.connect() as stream:
+            stream.sendall(whole)
+            stream.shutdown(socket.SHUT_WR)
+            while stream.recv(4096):
+                pass
+        intact, end = 0, 0
+        for frame in frames:
+            end += len(frame)
+            intact += end <= at
+        sent = [one for group in range(max(intact - 1, 0)) for one in group_of(group)]
+        check_log(storage, sent)
+        worker = door.worker()
+        worker.sessions_done(group_of(GROUPS - 1)).result(FLUSH_S)
+        worker.close()
+
+
+def hello() -> bytes:
+    fields = {"protocol": 1, "run_id": "5" * 32, "incarnation": 1}
+    return bytes(number_frame(make_frame(FrameType.HELLO, fields), 0))
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()
+VALUES = st.recursive(
+    SCALARS | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(
+    data=st.data(),
+    name=st.sampled_from(
+        [
+            "sessions",
+            "prompt_tokens",
+            "response_tokens",
+            "segments",
+            "stop_reasons",
+            "rewards",
+            "parts",
+            "settled",
+        ]
+    ),
+)
+def test_remote_nonsense_is_refused_and_the_store_goes_on(data: st.DataObject, name: str) -> None:
+    """A whole frame with a true checksum and a field that may be anything."""
+    good = group_of(0)
+    fields, arrays = trajectory_columns([one.trajectory for one in good])
+    request: dict[str, Any] = {
+        **fields,
+        "rewards": [one.reward for one in good],
+        "parts": [dict(one.parts) for one in good],
+        "settled": [],
+    }
+    request[name] = data.draw(st.lists(VALUES, min_size=2, max_size=2) | VALUES)
+    frame = number_frame(make_frame(FrameType.SESSIONS, request, arrays), 1)
+    storage = new_storage()
+    with doors() as door:
+        store = start_store(storage, groups=2)
+        opened = door.open(store)
+        with opened.connect() as stream:
+            stream.sendall(hello() + bytes(frame))
+            stream.shutdown(socket.SHUT_WR)
+            while stream.recv(4096):
+                pass
+        store.flush(FLUSH_S)
+        assert opened.warnings == []
+        worker = door.worker()
+        worker.sessions_done([session(1, 0)]).result(FLUSH_S)
+        worker.close()
+        done = store.state.groups[GroupId(0)].done
+        assert set(done) <= {0, 1}
+        assert not np.isnan([settled.reward for settled in done.values()]).any()

@@ -1,0 +1,307 @@
+"""Who is let in, who is turned away with which sentence, and whose fault ends what."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from remote_cases import (
+    FLUSH_S,
+    RUN_ID,
+    Doors,
+    check_log,
+    doors,
+    new_storage,
+    session,
+    start_store,
+)
+
+from perdure.core.clock import ManualClock
+from perdure.core.errors import ConfigError, FutureFormatError, RunBusyError, StorageError
+from perdure.experience import RemoteOptions, RemoteStore, RunInfo, StoreServer, create_run
+from perdure.experience.remote import handshake, server
+from perdure.experience.remote.frames import FrameType, make_frame, number_frame
+from perdure.experience.remote.handshake import PROTOCOL
+from perdure.experience.remote.requests import sessions_frame
+from perdure.experience.remote.wire import Wire
+from perdure.storage.memory import MemoryStorage
+
+OTHER_RUN = "7" * 32
+Stub = Callable[..., socket.socket]
+
+
+@pytest.fixture
+def storage() -> MemoryStorage:
+    return new_storage()
+
+
+@pytest.fixture
+def door() -> Iterator[Doors]:
+    with doors() as value:
+        yield value
+
+
+def dial(path: Path, run_id: str = RUN_ID) -> RemoteStore:
+    """A worker as production makes it."""
+    return RemoteStore(path, run_id=run_id, clock=ManualClock())
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """Makes ends of connections whose other end has said this, and says and reads nothing more."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*said: bytes) -> socket.socket:
+            ours, theirs = socket.socketpair()
+            stack.callback(theirs.close)
+            theirs.sendall(b"".join(said))
+            theirs.shutdown(socket.SHUT_WR)
+            return ours
+
+        yield make
+
+
+def hello(protocol: int = PROTOCOL, run_id: str = RUN_ID, incarnation: object = 1) -> bytes:
+    fields = {"protocol": protocol, "run_id": run_id, "incarnation": incarnation}
+    return bytes(number_frame(make_frame(FrameType.HELLO, fields), 0))
+
+
+def greeted(door: Doors, said: bytes = b"") -> Wire:
+    """A connection behind the greeting, by hand."""
+    assert door.now is not None
+    wire = Wire(door.now.connect())
+    assert wire.receive(FLUSH_S) is not None
+    wire.send(bytearray(said or hello()), timeout_s=FLUSH_S)
+    return wire
+
+
+def test_a_worker_dials_a_path(storage: MemoryStorage, door: Doors) -> None:
+    door.open(start_store(storage, groups=1))
+    assert door.path.stat().st_mode & 0o077 == 0
+    worker = dial(door.path)
+    worker.sessions_done([session(0, 0)]).result(FLUSH_S)
+    worker.close()
+    check_log(storage, [session(0, 0)])
+
+
+def test_nobody_listens(storage: MemoryStorage, door: Doors) -> None:
+    with pytest.raises(StorageError, match="nobody listens here .No such file") as absent:
+        dial(door.path)
+    door.open(start_store(storage))
+    door.close()
+    with pytest.raises(StorageError, match="nobody listens here .Connection refused") as refused:
+        dial(door.path)
+    for error in (absent.value, refused.value):
+        assert error.where == str(door.path)
+        assert error.rule
+        assert "resume the run" in error.way_out
+
+
+def test_the_store_of_another_run_is_not_written(storage: MemoryStorage, door: Doors) -> None:
+    door.open(start_store(storage))
+    with pytest.raises(ConfigError) as error:
+        dial(door.path, OTHER_RUN)
+    assert RUN_ID in error.value.what
+    assert OTHER_RUN in error.value.rule
+    assert error.value.where == str(door.path)
+    assert error.value.way_out
+
+
+def test_a_newer_protocol_is_not_guessed_at(door: Doors, stub: Stub) -> None:
+    with pytest.raises(FutureFormatError) as error:
+        door.worker(connect=lambda: stub(hello(PROTOCOL + 1)))
+    assert f"protocol {PROTOCOL + 1}" in error.value.what
+    assert error.value.where == str(door.path)
+    assert error.value.rule
+    assert error.value.way_out
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(64),
+        hello()[:-1],
+        hello(incarnation="1"),
+        bytes(number_frame(make_frame(FrameType.URGE, {}), 0)),
+        bytes(number_frame(make_frame(FrameType.HELLO, {"protocol": 1}), 0)),
+    ],
+)
+def test_whoever_else_listens_is_no_store(door: Doors, stub: Stub, said: bytes) -> None:
+    with pytest.raises(StorageError, match="no store answers here"):
+        door.worker(connect=lambda: stub(said))
+
+
+def test_a_silent_store_is_not_waited_for_forever(
+    door: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "ANSWER_TIMEOUT_S", 0.01)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(StorageError, match="nothing came"):
+        handshake.open_wire(lambda: ours, path=door.path, run_id=RUN_ID, timeout_s=0.01)
+
+
+def test_a_path_is_taken_over_by_the_next_incarnation_alone(
+    storage: MemoryStorage, door: Doors
+) -> None:
+    first = door.open(start_store(storage, groups=1))
+    second = door.open(start_store(storage.open_as_new_process(), take_over=True))
+    worker = dial(door.path)
+    assert worker.sessions_done([session(0, 0)]).result(FLUSH_S).incarnation == 2
+    worker.close()
+    other_storage = MemoryStorage()
+    create_run(other_storage, RunInfo(OTHER_RUN, 0.0))
+    other = start_store(other_storage)
+    with pytest.raises(RunBusyError) as error:
+        StoreServer(other, door.path)
+    assert RUN_ID in error.value.what
+    other.close("refused")
+    first.server.close()
+    assert second.warnings == []
+
+
+def test_a_file_is_never_taken_for_an_old_socket(storage: MemoryStorage, door: Doors) -> None:
+    store = start_store(storage)
+    door.path.write_text("somebody's")
+    with pytest.raises(StorageError, match="not a socket"):
+        StoreServer(store, door.path)
+    assert door.path.read_text() == "somebody's"
+    with pytest.raises(StorageError, match="shorter than 90 bytes") as error:
+        StoreServer(store, door.path.with_name("x" * 100))
+    assert "AF_UNIX path too long" in error.value.what
+    with pytest.raises(StorageError, match="no socket can be made"):
+        StoreServer(store, door.path.parent / "absent" / "store")
+    store.close("refused")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        hello(run_id=OTHER_RUN),
+        hello(PROTOCOL + 1),
+        b"x" * 64,
+        bytes(sessions_frame([session(0, 0)], ())),
+        bytes(number_frame(sessions_frame([session(0, 0)], ()), 1)),
+    ],
+)
+def test_a_stranger_is_shown_out(storage: MemoryStorage, door: Doors, said: bytes) -> None:
+    opened = door.open(start_store(storage, groups=1))
+    wire = greeted(door, said)
+    frame = wire.receive(FLUSH_S)
+    assert frame is not None
+    assert frame.type is FrameType.FAREWELL
+    assert wire.receive(FLUSH_S) is None
+    wire.close()
+    assert len(opened.warnings) == 1
+    dial(door.path).close()
+    check_log(storage, [])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        number_frame(make_frame(FrameType.ACKNOWLEDGED, {"position": [1, 0, 0]}), 2),
+        number_frame(sessions_frame([session(0, 1)], ()), 1),
+        number_frame(sessions_frame([session(0, 1)], ()), 3),
+    ],
+)
+def test_what_no_worker_sends_ends_the_connection_behind_what_it_sent(
+    storage: MemoryStorage, door: Doors, bad: bytearray
+) -> None:
+    opened = door.open(start_store(storage, groups=1))
+    wire = greeted(door)
+    wire.send(number_frame(sessions_frame([session(0, 0)], ()), 1), timeout_s=FLUSH_S)
+    wire.send(bad, timeout_s=FLUSH_S)
+    received = [frame.type for frame in iter(lambda: wire.receive(FLUSH_S), None)]
+    assert received == [FrameType.ACKNOWLEDGED, FrameType.FAREWELL]
+    wire.close()
+    check_log(storage, [session(0, 0)])
+    assert len(opened.warnings) == 1
+
+
+def test_a_worker_that_hangs_up_at_once_costs_nothing(storage: MemoryStorage, door: Doors) -> None:
+    door.open(start_store(storage, groups=1))
+    wire = greeted(door)
+    wire.send(number_frame(sessions_frame([session(0, 0)], ()), 1), timeout_s=FLUSH_S)
+    wire.close()
+    worker = door.worker()
+    worker.sessions_done([session(0, 0), session(0, 1)]).result(FLUSH_S)
+    worker.close()
+    check_log(storage, [session(0, 0), session(0, 1)])
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        number_frame(make_frame(FrameType.ACKNOWLEDGED, {"position": [1, 0, 64]}), 2),
+        number_frame(make_frame(FrameType.ACKNOWLEDGED, {"position": [1, 0]}), 1),
+        number_frame(make_frame(FrameType.REFUSED, {"error": "LifecycleError"}), 1),
+        number_frame(make_frame(FrameType.URGE, {}), 1),
+        b"\0" * 64,
+    ],
+)
+def test_a_store_that_answers_nonsense_is_left_and_asked_again(
+    storage: MemoryStorage, door: Doors, stub: Stub, reply: bytearray
+) -> None:
+    """The first connection leads to a liar; what it did not acknowledge goes to the store."""
+    opened = door.open(start_store(storage, groups=1))
+    first = iter([stub(hello(), bytes(reply))])
+    worker = door.worker(connect=lambda: next(first, None) or opened.connect())
+    worker.sessions_done([session(0, 0)]).result(FLUSH_S)
+    worker.close()
+    check_log(storage, [session(0, 0)])
+
+
+def test_a_liar_is_not_asked_forever(door: Doors, stub: Stub) -> None:
+    options = RemoteOptions(reconnect_timeout_s=5.0, retry_s=0.5)
+    worker = door.worker(connect=lambda: stub(hello()), options=options)
+    error = worker.sessions_done([session(0, 0)]).exception(FLUSH_S)
+    assert isinstance(error, StorageError)
+    assert "has not answered for 5 s" in error.what
+    with pytest.raises(StorageError):
+        worker.close()
+
+
+def test_a_run_that_is_replaced_by_another_ends_the_worker(door: Doors, stub: Stub) -> None:
+    first = iter([stub(hello())])
+    worker = door.worker(connect=lambda: next(first, None) or stub(hello(run_id=OTHER_RUN)))
+    error = worker.sessions_done([session(0, 0)]).exception(FLUSH_S)
+    assert isinstance(error, ConfigError)
+    with pytest.raises(ConfigError):
+        worker.close()
+
+
+def test_only_so_many_workers_are_let_in(
+    storage: MemoryStorage, door: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 1)
+    opened = door.open(start_store(storage))
+    worker = door.worker()
+    with pytest.raises(StorageError, match="no store answers here"):
+        door.worker()
+    assert "turned away" in opened.warnings[0]
+    worker.close()
+
+
+def test_a_fault_of_the_program_reaches_the_owner_of_the_server(
+    storage: MemoryStorage, door: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start_store(storage, groups=1)
+    opened = door.open(store)
+
+    def fail(*arguments: object, **named: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(store, "packed_sessions_done", fail)
+    options = RemoteOptions(reconnect_timeout_s=1.0, retry_s=0.5)
+    worker = door.worker(options=options)
+    assert isinstance(worker.sessions_done([session(0, 0)]).exception(FLUSH_S), StorageError)
+    with pytest.raises(StorageError):
+        worker.close()
+    with pytest.raises(ZeroDivisionError):
+        opened.server.close()
+    door.now = None
+    store.close("failed")
