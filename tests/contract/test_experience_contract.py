@@ -1,8 +1,11 @@
-"""The store's promises on every storage and in both commit modes."""
+"""The store's promises on every storage, in both commit modes, through both doors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import experience_records as make
@@ -17,9 +20,12 @@ from perdure.core.storage_api import Storage
 from perdure.experience import (
     AgePolicy,
     ExperienceStore,
+    FinishedSession,
     GroupState,
     LogOptions,
+    RemoteStore,
     RunInfo,
+    StoreServer,
     claim_experience,
     create_run,
     decide,
@@ -28,6 +34,7 @@ from perdure.experience import (
 from perdure.storage.memory import MemoryStorage
 from perdure.storage.posix import PosixStorage
 
+OpenDoor = Callable[[ExperienceStore], AbstractContextManager[ExperienceStore | RemoteStore]]
 MAKERS: dict[str, Callable[[Path], Storage]] = {
     "memory": lambda path: MemoryStorage(),
     "posix": PosixStorage,
@@ -41,9 +48,39 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return value
 
 
-@pytest.fixture(params=[True, False], ids=["threaded", "inline"])
-def options(request: pytest.FixtureRequest) -> LogOptions:
-    return LogOptions(linger_s=0.0, threaded=request.param, segment_bytes=8192)
+WAYS = {"threaded": (True, "own"), "inline": (False, "own"), "worker": (True, "worker")}
+"""Whether a thread commits, and who appends finished sessions: the own process or a worker."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> tuple[bool, str]:
+    return WAYS[request.param]
+
+
+@pytest.fixture
+def options(way: tuple[bool, str]) -> LogOptions:
+    return LogOptions(linger_s=0.0, threaded=way[0], segment_bytes=8192)
+
+
+@pytest.fixture
+def open_door(way: tuple[bool, str]) -> OpenDoor:
+    """Opens the door through which finished sessions come."""
+
+    @contextlib.contextmanager
+    def own(store: ExperienceStore) -> Iterator[ExperienceStore | RemoteStore]:
+        yield store
+
+    @contextlib.contextmanager
+    def worker(store: ExperienceStore) -> Iterator[ExperienceStore | RemoteStore]:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "store"
+            server = StoreServer(store, path)
+            remote = RemoteStore(path, run_id=store.run.run_id, clock=SystemClock())
+            yield remote
+            remote.close()
+            server.close()
+
+    return worker if way[1] == "worker" else own
 
 
 def start(storage: Storage, options: LogOptions) -> ExperienceStore:
@@ -51,17 +88,27 @@ def start(storage: Storage, options: LogOptions) -> ExperienceStore:
     return claimed.start(cache_bytes=0)
 
 
-def run_group(store: ExperienceStore, group: int, rewards: tuple[float, ...]) -> None:
+def run_group(
+    store: ExperienceStore,
+    door: ExperienceStore | RemoteStore,
+    group: int,
+    rewards: tuple[float, ...],
+) -> None:
     store.submit([make.submitted(group, sessions=len(rewards))])
     for index, reward in enumerate(rewards):
-        store.session_done(make.trajectory(group, index), reward=reward)
+        done = door.sessions_done([FinishedSession(make.trajectory(group, index), reward, {})])
+        if door is not store:
+            done.result(10)
     store.settle(GroupId(group), GroupOutcome.FINISHED)
 
 
-def test_a_run_goes_on_where_it_stopped(storage: Storage, options: LogOptions) -> None:
+def test_a_run_goes_on_where_it_stopped(
+    storage: Storage, options: LogOptions, open_door: OpenDoor
+) -> None:
     first = start(storage, options)
-    for group in range(12):
-        run_group(first, group, (0.0, 1.0))
+    with open_door(first) as door:
+        for group in range(12):
+            run_group(first, door, group, (0.0, 1.0))
     first.take(make.update_id(1), groups=first.oldest_finished(4), config_digest="config")
     first.append(make.step_done(1))
     first.flush(10)
@@ -88,10 +135,13 @@ def test_a_run_goes_on_where_it_stopped(storage: Storage, options: LogOptions) -
     assert state.counts[GroupState.TRAINED] == 8
 
 
-def test_a_decision_is_applied_and_paid_for(storage: Storage, options: LogOptions) -> None:
+def test_a_decision_is_applied_and_paid_for(
+    storage: Storage, options: LogOptions, open_door: OpenDoor
+) -> None:
     store = start(storage, options)
-    run_group(store, 0, (1.0, 1.0))
-    run_group(store, 1, (0.0, 1.0))
+    with open_door(store) as door:
+        run_group(store, door, 0, (1.0, 1.0))
+        run_group(store, door, 1, (0.0, 1.0))
     step = GlobalStep(2)
     decision = decide(
         store.state, global_step=step, policy=AgePolicy.DROP, threshold=2, dynamic_filter=True
