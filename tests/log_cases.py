@@ -106,7 +106,7 @@ def trajectory(group: int, tokens: int = 5) -> Trajectory:
         response_ids_T=np.arange(tokens, dtype=np.int32) + group,
         logprobs_T=-np.arange(tokens, dtype=np.float32) / 8 - group,
         loss_mask_T=np.ones(tokens, np.uint8),
-        segments=(Segment(PolicyVersion(1), 0, tokens),),
+        segments=(Segment(PolicyVersion(1), 0, tokens),) if tokens else (),
         stop_reason=StopReason.STOP,
     )
 

@@ -38,6 +38,19 @@ class Ended:
         return json.loads(line.removeprefix("HITS "))
 
 
+class Events:
+    """Collects what a run says."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, dict[str, object]]] = []
+
+    def __call__(self, name: str, fields: dict[str, object]) -> None:
+        self.seen.append((name, fields))
+
+    def of(self, name: str) -> list[dict[str, object]]:
+        return [fields for seen, fields in self.seen if seen == name]
+
+
 def command(
     action: str,
     run: Path,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from drill_tools import RECIPE, assert_same_training
+from drill_tools import RECIPE, Events, assert_same_training
 
 from perdure.audit import audit_run
 from perdure.checkpoint import CheckpointReader, decode_manifest
@@ -31,19 +31,6 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
 
 POISON = UpdateId(GlobalStep(3), LocalUpdate(1))
-
-
-class Events:
-    """Collects what a run says."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, dict[str, object]]] = []
-
-    def __call__(self, name: str, fields: dict[str, object]) -> None:
-        self.seen.append((name, fields))
-
-    def of(self, name: str) -> list[dict[str, object]]:
-        return [fields for seen, fields in self.seen if seen == name]
 
 
 def cut_off(run: Path, *overrides: str, point: FaultPoint, hit: int) -> None:

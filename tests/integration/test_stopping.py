@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from drill_tools import RECIPE, assert_same_training
+from drill_tools import RECIPE, Events, assert_same_training
 
 from perdure.config import load_config
 from perdure.core.errors import InterruptError, StoppedError
@@ -20,19 +20,6 @@ from perdure.trainers.launch import Injected
 
 RARE = ("checkpoint.every_steps=100", "checkpoint.warm_start_every_steps=100")
 """No checkpoint is due between the first and the last step."""
-
-
-class Events:
-    """Collects what a run says."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, dict[str, object]]] = []
-
-    def __call__(self, name: str, fields: dict[str, object]) -> None:
-        self.seen.append((name, fields))
-
-    def of(self, name: str) -> list[dict[str, object]]:
-        return [fields for seen, fields in self.seen if seen == name]
 
 
 @pytest.fixture(scope="module")

@@ -196,7 +196,7 @@ def test_log_trajectories_payload_is_the_documented_one() -> None:
         "sessions": [[7, 0], [8, 0]],
         "prompt_tokens": [3, 3],
         "response_tokens": [5, 0],
-        "segments": [[[1, 0, 5]], [[1, 0, 0]]],
+        "segments": [[[1, 0, 5]], []],
         "stop_reasons": ["stop", "stop"],
     }
     assert listed == [
