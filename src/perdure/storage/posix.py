@@ -310,11 +310,13 @@ def _create_temporary(full: str) -> tuple[str, int]:
     while True:
         number = int.from_bytes(os.urandom(8), "big")
         temporary = os.path.join(directory, temporary_name(number, name))
-        descriptor = os.open(temporary, flags, _FILE_MODE)
-        # Before it was locked, somebody may have taken it for one that was left behind.
-        if _try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
-            return temporary, descriptor
-        os.close(descriptor)
+        with contextlib.ExitStack() as stack:
+            descriptor = os.open(temporary, flags, _FILE_MODE)
+            stack.callback(os.close, descriptor)
+            # Before it was locked, somebody may have taken it for one that was left behind.
+            if _try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
+                stack.pop_all()
+                return temporary, descriptor
 
 
 def _remove_if_abandoned(temporary: str) -> bool:
