@@ -128,7 +128,9 @@ class SessionsDone:
             self.parts,
         )
         rows = len(self.sessions)
-        if not rows or any(len(column) != rows for column in columns):
+        if not rows:
+            raise ValueError("a record of settled sessions has no row")
+        if any(len(column) != rows for column in columns):
             raise ValueError(f"columns of unequal length beside {rows} sessions")
 
     def key(self) -> str:

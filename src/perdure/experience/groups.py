@@ -32,7 +32,6 @@ GroupRecord = Submitted | GroupSettled | Partial | ToolResult | Evicted | Refill
 """Records that concern a single prompt group."""
 GROUP_RECORDS = (Submitted, GroupSettled, Partial, ToolResult, Evicted, Refilled)
 
-
 _ROWS = 2**32
 """More than any record has."""
 
@@ -144,6 +143,7 @@ class GroupTable:
         """Id of the next submission; ids count from 0 without gaps."""
         self.next_data_index = 0
         self.feed = ChangeFeed()
+        """Groups in the order in which their states changed."""
         self.newest_version = PolicyVersion(0)
         """Highest version that generated a settled session."""
         self._open: dict[GroupId, None] = {}

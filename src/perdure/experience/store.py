@@ -287,6 +287,7 @@ class ExperienceStore:
                     f"its trajectories were asked for while {state.value}",
                     where=f"group {group}",
                     rule="a finished group is read until no kept checkpoint needs it",
+                    way_out="read it between its settling and the checkpoint after its step",
                 )
             indexes = range(live.submitted.sessions)
             trajectories = tuple([self._trajectory(live, index) for index in indexes])

@@ -25,9 +25,6 @@ from perdure.experience.entries import (
     pack_entries,
     prepare_entry,
 )
-from perdure.experience.payloads import Payload
-
-__all__ = ["Entry", "LogOptions", "LogWriter", "Payload"]
 
 _IDLE_S = 0.5
 
