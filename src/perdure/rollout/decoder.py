@@ -30,7 +30,7 @@ from perdure.rollout.slots import BAND_ROWS, SlotTable
 PREFILL_ROWS = 8
 """Rows of a deterministic prefill batch."""
 PREFILL_MAX_TOKENS = 4096
-"""Tokens of any other prefill batch, padding included: memory stays bounded."""
+"""Tokens of a prefill batch that is not deterministic, padding included: memory is bounded."""
 PREFILL_TOKENS = 16
 """Shortest padded prompt; longer ones are padded to the next power of two."""
 LENGTH_QUANTUM = 8
@@ -38,7 +38,7 @@ LENGTH_QUANTUM = 8
 BAND_STEP = 24
 """Bands whose lengths differ by less attend together: another call costs more than it saves."""
 GPU_LENGTH_QUANTUM = 128
-"""The same on a GPU, where every length is a captured graph."""
+"""As ``LENGTH_QUANTUM``, on a GPU, where every length is a captured graph."""
 
 
 class Decoder:

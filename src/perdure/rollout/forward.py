@@ -17,7 +17,6 @@ from perdure.rollout.kv_cache import KVCache
 GRAPH_WARM_UPS = 2
 """Calls before a capture: libraries allocate what they need in the first ones."""
 
-
 Bands = tuple[tuple[int, int], ...]
 """(end, length) of consecutive rows: those up to ``end`` attend to ``length`` positions."""
 

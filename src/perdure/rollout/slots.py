@@ -15,6 +15,9 @@ from perdure.core import keyed_random
 from perdure.core.rollout_api import GenerationChunk, GenerationRequest, SamplingParams
 from perdure.core.trajectories import Array
 
+BAND_ROWS = 16
+"""Rows that attend to the same number of positions."""
+
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
@@ -65,8 +68,6 @@ class StepOutcome:
     stopped: list[bool]
 
 
-BAND_ROWS = 16
-"""Rows that attend to the same number of positions."""
 NOTHING_DUE = StepOutcome([], [], [])
 
 

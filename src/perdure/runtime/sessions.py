@@ -59,7 +59,7 @@ class SessionRunner:
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         """Run every missing session and settle the groups.
 
-        Consumes engine slots; produces session_done and group_settled records, which may still be
+        Consumes engine slots; produces sessions_done and group_settled records, which may still be
         on their way to the disk on return (``store.flush`` waits for them). Cancellation leaves the
         finished sessions in the log and the others missing.
         """
