@@ -57,6 +57,7 @@ class StopRequest:
     async def finishing(self) -> AsyncGenerator[None]:
         """The body is not cut short; a request that comes meanwhile takes effect behind it."""
         if self.signum is not None:
+            # A cancellation that is on its way arrives here, where nothing has begun.
             await asyncio.sleep(0)
         self._finishing = True
         try:
@@ -68,11 +69,11 @@ class StopRequest:
             await asyncio.sleep(0)
 
     def error(self, run_dir: Path) -> StoppedError:
-        """What the run ends with."""
+        """What the run ends with, after a signal has come."""
+        assert self.signum is not None
         by = InterruptError if self.signum == signal.SIGINT else StoppedError
-        name = _NAMES[signal.Signals(self.signum)] if self.signum else "request"
         return by(
-            f"stopped by {name}; nothing acknowledged is lost",
+            f"stopped by {_NAMES[signal.Signals(self.signum)]}; nothing acknowledged is lost",
             where=str(run_dir),
             way_out=f"go on with `perdure resume {run_dir}`",
         )
