@@ -12,7 +12,9 @@ from perdure.core.components import ComponentState
 from perdure.core.ids import GlobalStep, GroupId, LocalUpdate, PolicyVersion, SessionId, UpdateId
 from perdure.core.record_types import StopReason
 from perdure.core.trajectories import RewardedGroup, Segment, Trajectory
-from perdure.learner import Learner, LearnerConfig, LearnerSetup, LocalLearner
+from perdure.learner.api import Learner
+from perdure.learner.config import LearnerConfig
+from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.models import ModelConfig, Transformer, init_weights
 
 torch.set_num_threads(1)

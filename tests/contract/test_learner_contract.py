@@ -6,7 +6,7 @@ import pytest
 from learner_cases import make_learner, make_model, random_groups, restore, save, update_id
 
 from perdure.core.components import Checkpointable, ComponentState
-from perdure.learner import Learner
+from perdure.learner.api import Learner
 from perdure.models.digest import as_array
 
 SETTINGS = {"algorithm": "ppo", "kl": {"coef": 0.1}, "mini_batches": 2, "lr": 1e-2}

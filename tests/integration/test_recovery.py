@@ -21,7 +21,7 @@ from perdure.core.errors import DamagedError, RedoDivergedError, StoppedError, T
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.core.ids import GlobalStep, LocalUpdate, UpdateId
 from perdure.experience import ExperienceState, GroupState, read_experience
-from perdure.learner import LocalLearner
+from perdure.learner.local import LocalLearner
 from perdure.storage import PosixStorage
 from perdure.tasks.api import RewardResult
 from perdure.tasks.config import make_task

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from perdure.algorithms import (
+from perdure.algorithms.advantages import (
     generalized_advantages,
     group_advantages,
     leave_one_out_advantages,

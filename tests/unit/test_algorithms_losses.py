@@ -5,17 +5,15 @@ import math
 import pytest
 import torch
 
-from perdure.algorithms import (
+from perdure.algorithms.divergences import KL_ESTIMATORS, kl_estimate
+from perdure.algorithms.losses import (
     AGGREGATIONS,
-    KL_ESTIMATORS,
-    Aggregation,
-    KlEstimator,
     clipped_surrogate,
     clipped_value_loss,
     entropy,
-    kl_estimate,
     token_weights,
 )
+from perdure.algorithms.names import Aggregation, KlEstimator
 
 
 @pytest.mark.parametrize(

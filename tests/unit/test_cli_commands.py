@@ -184,6 +184,17 @@ def test_exit_codes_are_documented() -> None:
     assert InterruptError.exit_code == cli.INTERRUPTED
 
 
+def test_a_recipe_is_read_without_torch() -> None:
+    script = (
+        "import sys, perdure.trainers.config\n"
+        "print([m for m in ('torch', 'matplotlib', 'reasoning_gym') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_help_loads_neither_torch_nor_numpy() -> None:
     script = (
         "import sys, perdure.cli.main\n"
@@ -356,8 +367,12 @@ def test_config_show_prints_what_loads_again(tmp_path: Path) -> None:
     code, out, _ = run("config", "show", str(recipe), "seed=5")
     assert code == 0
     assert "seed: 5\n" in out
-    recipe.write_text(out)
-    assert run("config", "show", str(recipe))[1] == out
+    assert "reasoning_gym" not in out, "sections of other tasks"
+    explained = run("config", "show", str(recipe), "seed=5", "--explain")[1]
+    for text in (out, explained):
+        recipe.write_text(text)
+        assert run("config", "show", str(recipe))[1] == out
+    assert "# Base learning rate of the actor. (a number, above 0" in explained
     shown = json.loads(run("config", "show", str(recipe), "--json")[1])
     assert shown["config"]["seed"] == 5
     assert len(shown["digest"]) == 32

@@ -16,8 +16,10 @@ from perdure.config import (
     Section,
     config_digest,
     config_from_text,
+    explained,
     load_config,
     render_yaml,
+    sections,
 )
 from perdure.core.errors import ConfigError, NothingToResumeError
 
@@ -41,6 +43,7 @@ class Files(Section):
 class Run(Section):
     name: str = "r"
     seed: int = 0
+    mode: Literal["sync"] = "sync"
     batch: Annotated[int, Field(ge=1)] = 64
     parts: Annotated[int, Field(ge=1)] = 4
     on: bool = False
@@ -143,22 +146,26 @@ def test_a_leading_zero_is_not_octal() -> None:
         (
             "seed: '7'",
             "",
-            'r.yaml: seed = "7"; must be a valid integer; way out: correct seed',
+            'r.yaml: seed = "7"; must be a valid integer; way out: set it to a whole number,'
+            " for example seed=0",
         ),
         (
             "seed: 1.5",
             "",
-            "r.yaml: seed = 1.5; must be a valid integer; way out: correct seed",
+            "r.yaml: seed = 1.5; must be a valid integer; way out: set it to a whole number,"
+            " for example seed=0",
         ),
         (
             "on: 1",
             "",
-            "r.yaml: on = 1; must be a valid boolean; way out: correct on",
+            "r.yaml: on = 1; must be a valid boolean; way out: set it to true or false,"
+            " for example on=false",
         ),
         (
             "optimizer: {lr: -1}",
             "",
-            "r.yaml: optimizer.lr = -1; must be greater than 0; way out: correct optimizer.lr",
+            "r.yaml: optimizer.lr = -1; must be greater than 0; way out: set it to a number,"
+            " above 0, for example optimizer.lr=0.0001",
         ),
         (
             "optimizer: {kind: adam}",
@@ -181,7 +188,7 @@ def test_a_leading_zero_is_not_octal() -> None:
             "many: [{keep: 0}]",
             "",
             "r.yaml: many.0.keep = 0; must be greater than or equal to 1;"
-            " way out: correct many.0.keep",
+            " way out: set it to a whole number, at least 1, for example many.0.keep=2",
         ),
         (
             "batch: 6",
@@ -192,6 +199,23 @@ def test_a_leading_zero_is_not_octal() -> None:
             "",
             "batch",
             "command line: batch = (no value); an override is key=value;"
+            " way out: write it as section.key=value, e.g. seed=7",
+        ),
+        (
+            "mode: async",
+            "",
+            "r.yaml: mode = \"async\"; must be 'sync'; way out: set mode=sync, or leave it out",
+        ),
+        (
+            "files: 3",
+            "",
+            "r.yaml: files = 3; is a section; way out: set what lies in it: files.keep,"
+            " files.folder",
+        ),
+        (
+            "",
+            "=3",
+            "command line: =3 = (no key); an override is key=value;"
             " way out: write it as section.key=value, e.g. seed=7",
         ),
         (
@@ -227,7 +251,8 @@ def test_all_problems_are_reported_at_once() -> None:
 
 def test_a_rule_is_silent_about_a_field_that_is_itself_wrong() -> None:
     assert refusal("parts: x\nbatch: 5") == (
-        'r.yaml: parts = "x"; must be a valid integer; way out: correct parts'
+        'r.yaml: parts = "x"; must be a valid integer;'
+        " way out: set it to a whole number, at least 1, for example parts=4"
     )
 
 
@@ -239,6 +264,7 @@ def test_rules_of_inner_sections_name_the_whole_path() -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_text(Outer, "run: {batch: 6}\nruns: [{}, {batch: 7}]", where="r.yaml")
     assert "run.batch = 6" in str(caught.value)
+    assert "way out: set run.batch=4" in str(caught.value)
     assert "runs.1.batch = 7" in str(caught.value)
 
 
@@ -305,3 +331,30 @@ def test_the_digest_covers_arithmetic_and_nothing_else() -> None:
 def test_the_rendered_file_loads_to_the_same() -> None:
     run = Run(name="1e-4", extra=Files(folder=Path("x")), many=(Files(), Files(keep=7)))
     assert load(render_yaml(run)) == run
+
+
+def test_the_explained_file_loads_to_the_same_and_says_what_things_mean() -> None:
+    run = Run(name="1e-4", optimizer=Optimizer(lr=1e-5), many=(Files(), Files(keep=7)))
+    text = explained(run)
+    assert load(text) == run
+    assert "  # (a number, above 0)\n  lr: 1.0e-05\n" in text
+    assert "kind" not in explained(run, leave_out={"optimizer"})
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    text = render_yaml(Run(seed=3), leave_out={"optimizer.lr", "extra.keep"})
+    assert "lr:" not in text
+    assert load(text) == Run(seed=3)
+
+
+def test_the_reference_has_the_defaults_that_a_section_has_in_its_place() -> None:
+    class Outer(Section):
+        files: Files = Files(keep=5)
+        limit: Annotated[float | None, Field(gt=0)] = None
+        given: bool
+
+    found = {s.key: s for section in sections(Outer) for s in section.settings}
+    assert found["files.keep"].default == "5"
+    assert found["files.keep"].kind == "a whole number, at least 1"
+    assert found["limit"].kind == "a number, above 0 or null"
+    assert found["given"].default is None

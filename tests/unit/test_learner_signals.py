@@ -7,8 +7,8 @@ import torch
 from learner_cases import trajectory
 
 from perdure.core.trajectories import RewardedGroup
-from perdure.learner import LearnerConfig
 from perdure.learner.batch import UpdateBatch
+from perdure.learner.config import LearnerConfig
 from perdure.learner.signals import Signals, set_advantages
 
 GROUP = RewardedGroup(

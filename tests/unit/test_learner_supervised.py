@@ -9,7 +9,8 @@ from learner_cases import VOCAB, make_model, restore, save
 
 from perdure.config import Problem
 from perdure.core.errors import TrainingError
-from perdure.learner import LearnerConfig, LearnerSetup, LocalLearner
+from perdure.learner.config import LearnerConfig
+from perdure.learner.local import LearnerSetup, LocalLearner
 
 EXAMPLES = [((1, 2), (3, 4, 5)), ((2,), (6,)), ((7, 1, 1), (0, 2))]
 FAST: dict[str, Any] = {"supervised": {"steps": 40, "lr": 0.02, "batch_size": 3}}

@@ -19,7 +19,8 @@ from learner_cases import (
 
 from perdure.core.errors import ConfigError, TrainingError
 from perdure.core.trajectories import RewardedGroup, Trajectory
-from perdure.learner import LearnerConfig, LearnerSetup, LocalLearner
+from perdure.learner.config import LearnerConfig
+from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.models import Transformer, weights_of
 
 PPO = {"algorithm": "ppo", "ppo_epochs": 2, "mini_batches": 3, "lr": 1e-3}

@@ -50,6 +50,37 @@ def iter_held_out(task: JsonlTask) -> list[Prompt]:
         count = len(found)
 
 
+def test_a_prompt_with_two_answers_is_refused_with_both_lines(tmp_path: Path):
+    path = write(
+        tmp_path / "two.jsonl",
+        {"prompt": "a", "answer": "x y"},
+        {"prompt": "b", "answer": "z"},
+        {"prompt": "a", "answer": "x  y"},
+        {"prompt": "b", "answer": "Z"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        make(path, held_out_fraction=0.5)
+    assert f"1 bad line(s): {path}:4: the prompt has another answer in {path}:2" in str(
+        caught.value
+    )
+    with pytest.raises(ConfigError, match="2 bad line"):
+        make(path, match="exact")
+    assert make(write(path, *path.read_text().splitlines(), *more()), match="spaces_and_case")
+
+
+def more() -> list[Mapping[str, object]]:
+    return [{"prompt": f"{i}?", "answer": f"{i}"} for i in range(50)]
+
+
+def test_fewer_held_out_prompts_only_when_that_is_enough(path: Path):
+    task = make(path)
+    everything = iter_held_out(task)
+    assert task.held_out(512, or_fewer=True) == everything
+    assert task.held_out(3, or_fewer=True) == everything[:3]
+    with pytest.raises(ConfigError, match=f"set validation.prompts={len(everything)}"):
+        task.held_out(512)
+
+
 def test_all_bad_lines_are_named_at_once(tmp_path: Path):
     path = write(
         tmp_path / "bad.jsonl",
@@ -135,7 +166,7 @@ def test_a_prompt_in_both_files_is_refused(tmp_path: Path, path: Path):
 
 
 def test_a_repeated_prompt_stays_on_one_side(tmp_path: Path):
-    lines = [{"prompt": f"{i % 20}?", "answer": str(i)} for i in range(200)]
+    lines = [{"prompt": f"{i % 20}?", "answer": str(i % 20)} for i in range(200)]
     task = make(write(tmp_path / "data.jsonl", *lines), held_out_fraction=0.5)
     held_out = {p.prompt_ids for p in iter_held_out(task)}
     trained = {task.prompt(i).prompt_ids for i in range(400)}
@@ -147,7 +178,7 @@ def test_a_repeated_prompt_stays_on_one_side(tmp_path: Path):
 def test_a_changed_file_is_noticed(path: Path):
     before = make(path).dataset_digest
     assert make(path).dataset_digest == before
-    path.write_text(path.read_text().replace('"99?"', '"98?"'))
+    path.write_text(path.read_text().replace('"99?"', '"100?"'))
     with pytest.raises(ConfigError, match="data has changed"):
         require_same_data(make(path), before)
 

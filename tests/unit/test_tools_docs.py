@@ -6,9 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+import settings_page
 import typer.main
 
 from perdure.cli.main import app
+from perdure.config import sections
+from perdure.trainers.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -33,6 +36,20 @@ def test_the_readme_names_every_command() -> None:
         for inner in getattr(command, "commands", {None: None}):
             full = f"`perdure {name} {inner}" if inner else f"`perdure {name} "
             assert full in readme
+
+
+def test_the_settings_page_is_what_the_sections_say() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.page(), "python tools/settings_page.py"
+
+
+def test_every_setting_is_explained() -> None:
+    silent = [
+        setting.key
+        for section in sections(RunConfig)
+        for setting in section.settings
+        if not setting.text
+    ]
+    assert silent == []
 
 
 def test_make_demo_and_make_test_come_first() -> None:

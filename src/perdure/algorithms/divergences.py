@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-KlEstimator = Literal["k1", "k2", "k3"]
+from perdure.algorithms.names import KlEstimator
 
 
 def _k1(log_ratio: Tensor) -> Tensor:

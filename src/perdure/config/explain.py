@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
 
+from perdure.config.reference import describe, find, section_classes
 from perdure.config.section import Problem, Section
 from perdure.core.names import hint, nearest
 
@@ -29,11 +29,30 @@ def problem_of(model_cls: type[Section], data: dict[str, Any], detail: dict[str,
         return Problem(field, value, "unknown key", _key_hint(model_cls, path, detail["input"]))
     if kind in ("literal_error", "enum"):
         choices = [part.strip("'") for part in message.replace(" or ", ", ").split(", ")]
-        return Problem(field, value, f"must be {message}", hint(str(detail["input"]), choices))
+        only = f"set {field}={choices[0]}, or leave it out" if len(choices) == 1 else None
+        way_out = only or hint(str(detail["input"]), choices)
+        return Problem(field, value, f"must be {message}", way_out)
     if kind == "value_error":
         rule, _, way_out = message.partition("; ")
-        return Problem(field, value, rule, way_out or f"set {field} to another value")
-    return Problem(field, value, f"must be {_lower(message)}", f"correct {field}")
+        return Problem(field, value, rule, way_out or _way_to_set(model_cls, path))
+    rule = "is a section" if kind == "model_type" else f"must be {_lower(message)}"
+    return Problem(field, value, rule, _way_to_set(model_cls, path))
+
+
+def _way_to_set(model_cls: type[Section], path: Sequence[str]) -> str:
+    """What a field takes, with an example; of a section, the settings in it."""
+    field = ".".join(path)
+    info = find(model_cls, path)
+    if info is None:
+        return f"correct {field}"
+    inner = [
+        f"{field}.{name}" for cls in section_classes(info.annotation) for name in cls.model_fields
+    ]
+    if inner:
+        return f"set what lies in it: {', '.join(inner[:3])}{', …' if len(inner) > 3 else ''}"
+    setting = describe(info, field)
+    example = "" if setting.default is None else f", for example {field}={setting.default}"
+    return f"set it to {setting.kind}{example}"
 
 
 def _path(data: Any, detail: dict[str, Any]) -> list[str]:
@@ -57,7 +76,7 @@ def _path(data: Any, detail: dict[str, Any]) -> list[str]:
 def _key_hint(model_cls: type[Section], path: list[str], value: object) -> str:
     *parents, name = path
     fields = {k: v for cls in _sections_at(model_cls, parents) for k, v in cls.model_fields.items()}
-    sections = [key for key, info in fields.items() if _section_classes(info.annotation)]
+    sections = [key for key, info in fields.items() if section_classes(info.annotation)]
     # What holds settings of its own was meant to be a section.
     close = (isinstance(value, dict) and nearest(name, sections)) or nearest(name, fields)
     if close:
@@ -74,20 +93,14 @@ def _sections_at(model_cls: type[BaseModel], parents: Sequence[str]) -> list[typ
     for name in parents:
         infos = [cls.model_fields[name] for cls in found if name in cls.model_fields]
         if infos:
-            found = [cls for info in infos for cls in _section_classes(info.annotation)]
+            found = [cls for info in infos for cls in section_classes(info.annotation)]
     return found
-
-
-def _section_classes(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return [annotation] if issubclass(annotation, BaseModel) else []
-    return [cls for arg in typing.get_args(annotation) for cls in _section_classes(arg)]
 
 
 def _dotted(model_cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, info in model_cls.model_fields.items():
         yield f"{prefix}{name}"
-        for section in _section_classes(info.annotation):
+        for section in section_classes(info.annotation):
             yield from _dotted(section, f"{prefix}{name}.")
 
 

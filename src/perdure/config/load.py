@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from perdure.core.errors import ConfigError, NothingToResumeError
 from perdure.core.names import nearest
 
 M = TypeVar("M", bound=Section)
+
+_KEY_TO_SET = re.compile(r"\b(set )([a-z_.]+=)")
+"""A section advises with the names of its own settings, which are keys below its place."""
 
 
 def load_config(model_cls: type[M], recipe_path: Path, overrides: Sequence[str] = ()) -> M:
@@ -130,7 +134,7 @@ def _broken_rules(section: Section, prefix: str = "") -> Iterator[Problem]:
             f"{prefix}{found.field}",
             found.value,
             found.rule,
-            found.way_out,
+            _KEY_TO_SET.sub(rf"\1{prefix}\2", found.way_out),
             tuple(f"{prefix}{field}" for field in found.reads),
         )
 

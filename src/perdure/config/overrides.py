@@ -25,8 +25,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> list[Prob
 
 
 def override_key(override: str) -> str:
-    """The dotted key of an override."""
-    return override.partition("=")[0].strip()
+    """The dotted key of an override; the whole of one that has none."""
+    return override.partition("=")[0].strip() or override
 
 
 def _apply(data: dict[str, Any], override: str) -> Problem | None:
@@ -34,8 +34,10 @@ def _apply(data: dict[str, Any], override: str) -> Problem | None:
     key = key.strip()
     if not equals:
         return Problem(override, "(no value)", "an override is key=value", _EXAMPLE)
+    if not key:
+        return Problem(override, "(no key)", "an override is key=value", _EXAMPLE)
     if not _PATH.fullmatch(key):
-        return Problem(key or override, text, "a key is names joined by dots", _EXAMPLE)
+        return Problem(key, text, "a key is names joined by dots", _EXAMPLE)
     try:
         value = yaml_text.parse(text, where=key)
     except ConfigError as error:

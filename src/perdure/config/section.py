@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, cast
 
@@ -21,7 +21,7 @@ class Problem:
         field: Dotted name; relative to the section that reports it.
         value: The offending value as text.
         rule: What has to hold, e.g. ``must be a multiple of mini_batch_size (16)``.
-        way_out: What to set instead.
+        way_out: What to set instead; in ``set name=value`` the name is relative too.
         reads: Other dotted fields the rule looked at; a problem is not reported when one of them
             is itself wrong.
     """
@@ -93,9 +93,19 @@ def parent_of(data: object, field: str) -> tuple[dict[str, Any] | None, str]:
     return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), name
 
 
-def render_yaml(config: Section) -> str:
-    """The resolved configuration as a recipe that loads to an equal one."""
-    return yaml_text.render(config.model_dump(mode="json"))
+def render_yaml(config: Section, *, leave_out: Collection[str] = ()) -> str:
+    """The resolved configuration as a recipe that loads to an equal one.
+
+    Args:
+        config: The configuration.
+        leave_out: Dotted names of what has its default and is not shown.
+    """
+    data = config.model_dump(mode="json")
+    for field in leave_out:
+        section, name = parent_of(data, field)
+        if section is not None:
+            section.pop(name, None)
+    return yaml_text.render(data)
 
 
 def _arithmetic(value: object) -> object:

@@ -14,6 +14,9 @@ from perdure.core.ids import PolicyVersion
 from perdure.core.record_types import StopReason
 from perdure.core.trajectories import Array
 
+MIN_TEMPERATURE = 1e-4
+"""Colder than this, logits divided by it could overflow; greedy is temperature 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:

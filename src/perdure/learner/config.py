@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perdure.algorithms import Aggregation, KlEstimator
+from perdure.algorithms.names import Aggregation, KlEstimator
 from perdure.config import Problem, Section
 
 # The arithmetic is float32, where larger numbers are infinite.
@@ -128,6 +128,7 @@ class LearnerConfig(Section):
                 field="supervised.schedule.warmup_updates",
                 value=str(warmup),
                 rule=f"must be below supervised.steps ({supervised.steps})",
-                way_out="lower it or raise supervised.steps",
+                way_out=f"set supervised.schedule.warmup_updates={supervised.steps - 1}"
+                " or less, or more steps",
                 reads=("supervised.steps",),
             )

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from perdure.algorithms import kl_estimate
+from perdure.algorithms.divergences import kl_estimate
 
 
 def mismatch_metrics(rollout_M: Tensor, learner_M: Tensor) -> dict[str, float]:

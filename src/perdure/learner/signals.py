@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perdure.algorithms import (
+from perdure.algorithms.advantages import (
     generalized_advantages,
     group_advantages,
-    kl_estimate,
     leave_one_out_advantages,
     whiten,
 )
+from perdure.algorithms.divergences import kl_estimate
 from perdure.learner.batch import UpdateBatch
 from perdure.learner.config import LearnerConfig
 

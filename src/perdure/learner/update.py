@@ -11,14 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perdure.algorithms import (
-    Aggregation,
-    clipped_surrogate,
-    clipped_value_loss,
-    entropy,
-    kl_estimate,
-    token_weights,
-)
+from perdure.algorithms.divergences import kl_estimate
+from perdure.algorithms.losses import clipped_surrogate, clipped_value_loss, entropy, token_weights
+from perdure.algorithms.names import Aggregation
 from perdure.core.ids import UpdateId
 from perdure.learner.batch import IntArray, Piece, UpdateBatch
 from perdure.learner.config import LearnerConfig

@@ -18,6 +18,7 @@ from perdure.core.errors import ConfigError, TrainingError
 from perdure.core.ids import PolicyVersion
 from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import (
+    MIN_TEMPERATURE,
     EngineCapabilities,
     GenerationChunk,
     GenerationRequest,
@@ -30,8 +31,6 @@ from perdure.rollout.slots import LiveRequest, SlotTable
 
 NO_VERSION = PolicyVersion(-1)
 """Version of an engine that has never held weights."""
-MIN_TEMPERATURE = 1e-4
-"""Colder than this, logits divided by it could overflow; greedy is temperature 0."""
 
 
 class EmbeddedEngine:

@@ -80,11 +80,15 @@ class Task(Protocol):
         """The training prompt at ``index`` (from 0, without end)."""
         ...
 
-    def held_out(self, count: int) -> list[Prompt]:
+    def held_out(self, count: int, *, or_fewer: bool = False) -> list[Prompt]:
         """The first ``count`` prompts of the fixed evaluation set, all different.
 
+        Args:
+            count: How many.
+            or_fewer: Content with all there are.
+
         Raises:
-            ConfigError: The task has fewer.
+            ConfigError: The task has fewer and that is not ``or_fewer``.
         """
         ...
 

@@ -37,7 +37,9 @@ class TaskConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: str = Field(default="sort_digits", description="Name of the task.")
+    name: str = Field(
+        default="sort_digits", description=f"Name of the task: one of {', '.join(SECTIONS)}."
+    )
     digits: DigitsOptions = Field(
         default=DigitsOptions(), description="Options of sort_digits and reverse_digits."
     )
@@ -61,10 +63,12 @@ class TaskConfig(BaseModel):
             if getattr(self, section) != type(self).model_fields[section].default:
                 raise ValueError(
                     f"section {section!r} does not belong to task {self.name!r}, "
-                    f"whose section is {own!r}"
+                    f"whose section is {own!r}; leave task.{section} out, or choose its task"
                 )
         if getattr(self, own) is None:
-            raise ValueError(f"task {self.name!r} needs section {own!r} (see docs/tasks.md)")
+            raise ValueError(
+                f"task {self.name!r} needs section {own!r}; give task.{own} (see docs/tasks.md)"
+            )
         return self
 
 

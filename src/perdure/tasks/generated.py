@@ -92,7 +92,7 @@ class GeneratedTask:
             self.tokenizer.encode(draw.prompt), (*response_ids, self.tokenizer.eos_id)
         )
 
-    def held_out(self, count: int) -> list[Prompt]:
+    def held_out(self, count: int, *, or_fewer: bool = False) -> list[Prompt]:
         """The first ``count`` evaluation prompts; the same for every seed."""
         found: dict[str, Draw] = {}
         index = repeats = 0
@@ -104,12 +104,12 @@ class GeneratedTask:
             repeats = repeats + 1 if draw.prompt in found else 0
             found.setdefault(draw.prompt, draw)
             index += 1
-        if len(found) < count:
+        if len(found) < count and not or_fewer:
             raise ConfigError(
                 f"only {len(found)} different held-out prompts were found, {count} are asked for",
                 where=f"task {self.name}",
                 rule=f"{HELD_OUT_FRACTION:.1%} of all prompts are held out, none is used twice",
-                way_out="ask for fewer held-out prompts or let the task make longer ones",
+                way_out=f"set validation.prompts={len(found)} or let the task make longer ones",
             )
         return [self._prompt(draw, index) for index, draw in enumerate(found.values())]
 

@@ -21,6 +21,7 @@ from perdure.tasks.jsonl_file import (
     alphabet_of,
     read_examples,
     require_disjoint,
+    require_one_answer,
 )
 from perdure.tasks.partition import is_held_out
 from perdure.tasks.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, finished_text
@@ -105,15 +106,15 @@ class JsonlTask:
             (*self.tokenizer.encode(example.response), self.tokenizer.eos_id),
         )
 
-    def held_out(self, count: int) -> list[Prompt]:
+    def held_out(self, count: int, *, or_fewer: bool = False) -> list[Prompt]:
         """The first ``count`` evaluation prompts, in file order."""
-        if count > len(self._held_out):
+        if count > len(self._held_out) and not or_fewer:
             raise ConfigError(
                 f"{count} held-out prompts are asked for, the data has {len(self._held_out)}",
                 where=f"task {self.name}",
                 rule="no held-out prompt is used twice or trained",
-                way_out=f"ask for at most {len(self._held_out)}, raise held_out_fraction or give "
-                "a held_out_path",
+                way_out=f"set validation.prompts={len(self._held_out)}, a larger"
+                " task.jsonl.held_out_fraction, or a task.jsonl.held_out_path",
             )
         return [self._prompt(example, i) for i, example in enumerate(self._held_out[:count])]
 
@@ -181,12 +182,16 @@ def _normalized(text: str, match: str) -> str:
 
 
 def _read(path: str, options: JsonlOptions, *, field: str) -> ExampleFile:
-    return read_examples(
+    file = read_examples(
         Path(path),
         field=f"task.{_NAME}.{field}",
         alphabet=options.alphabet if options.tokenizer == "characters" else None,
         judge=lambda text, answer: matches(text, answer, options),
     )
+    require_one_answer(
+        file, same=lambda a, b: _normalized(a, options.match) == _normalized(b, options.match)
+    )
+    return file
 
 
 def _tokenizer(options: JsonlOptions, files: Sequence[ExampleFile]) -> Tokenizer:

@@ -88,6 +88,28 @@ def read_examples(
     return ExampleFile(path, content, tuple(examples))
 
 
+def require_one_answer(file: ExampleFile, same: Callable[[str, str], bool]) -> None:
+    """Refuse a prompt that has two answers: whatever is learned is judged wrong half of the time.
+
+    Args:
+        file: The file as it was read.
+        same: Whether two answers count as the same.
+
+    Raises:
+        ConfigError: Naming both lines of each.
+    """
+    seen: dict[str, Example] = {}
+    problems: list[str] = []
+    for example in file.examples:
+        first = seen.setdefault(example.prompt, example)
+        if not same(first.answer, example.answer):
+            problems.append(
+                f"{file.path}:{example.line}: the prompt has another answer in"
+                f" {file.path}:{first.line}"
+            )
+    _refuse(file.path, problems, has_examples=True)
+
+
 def alphabet_of(files: Sequence[ExampleFile]) -> str:
     """The characters of all texts, sorted."""
     return "".join(
@@ -120,7 +142,7 @@ def _refuse(path: Path, problems: Sequence[str], *, has_examples: bool) -> None:
             f"{len(problems)} bad line(s): " + "; ".join(shown),
             where=str(path),
             rule='every line is {"prompt": "…", "answer": "…"}, optionally with "demonstration"; '
-            "held-out prompts appear once",
+            "held-out prompts appear once, and a prompt has one answer",
             way_out="correct or remove these lines",
         )
     if not has_examples:

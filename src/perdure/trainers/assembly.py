@@ -14,7 +14,7 @@ from perdure.core.errors import ConfigError
 from perdure.core.faults import FaultHook
 from perdure.core.rollout_api import SamplingParams
 from perdure.experience import ExperienceStore
-from perdure.learner import LearnerSetup, LocalLearner
+from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.models import Transformer, init_weights
 from perdure.rollout import EmbeddedEngine, EngineOptions
 from perdure.runtime.local import LocalRuntime

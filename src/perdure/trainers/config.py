@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from perdure.config import OPERATIONAL, Problem, Section
+from perdure.core.rollout_api import MIN_TEMPERATURE
 from perdure.learner.config import LearnerConfig
-from perdure.models import ModelConfig
-from perdure.rollout.embedded import MIN_TEMPERATURE
-from perdure.tasks.config import TaskConfig
+from perdure.tasks.config import SECTIONS, TaskConfig
+
+if TYPE_CHECKING:
+    from perdure.models import ModelConfig
 
 
 class ModelShape(Section):
     """Shape of the transformer; vocabulary and longest sequence follow from task and rollout."""
 
     hidden_size: Annotated[int, Field(ge=8, multiple_of=2)] = 96
+    """Width of the residual stream."""
     layers: Annotated[int, Field(ge=1)] = 4
+    """Number of blocks."""
     heads: Annotated[int, Field(ge=1)] = 4
+    """Query heads."""
     kv_heads: Annotated[int, Field(ge=1)] = 4
+    """Key-value heads; must divide ``heads``."""
     head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 24
+    """Size of one head."""
     intermediate_size: Annotated[int, Field(ge=8)] = 256
+    """Width of the SwiGLU layer."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary frequencies."""
     tie_embeddings: bool = False
     """One matrix for input and output. Small models learn badly with it under GRPO."""
     qk_norm: bool = True
+    """RMSNorm of each query and key head, as in Qwen3."""
 
     def model_config_for(self, *, vocab_size: int, max_positions: int) -> ModelConfig:
         """The full model configuration."""
+        # Everything else here can be read without loading a tensor library, which takes a second.
+        from perdure.models import ModelConfig
+
         return ModelConfig(
             vocab_size=vocab_size, max_positions=max_positions, **self.model_dump(mode="python")
         )
@@ -53,8 +66,11 @@ class RolloutConfig(Section):
     max_new_tokens: Annotated[int, Field(ge=1)] = 16
     """Token budget of an answer, stop token included."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE)] = 1.0
+    """Scores are divided by it before a token is drawn. Validation is greedy whatever it says."""
     top_k: Annotated[int, Field(ge=0)] = 0
+    """Draw from the k most likely tokens; 0 draws from all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draw from the smallest set of tokens whose probability reaches p; 1 draws from all."""
     slots: Annotated[int, Field(ge=1)] = 128
     """Requests the embedded engine decodes at once."""
 
@@ -86,18 +102,23 @@ class ValidationConfig(Section):
     """Greedy validation on held-out prompts, before training, every N steps and at the end."""
 
     every_steps: Annotated[int, Field(ge=0)] = 20
-    """0 validates only before training and at the end."""
-    prompts: Annotated[int, Field(ge=0)] = 512
-    """0 turns validation off."""
+    """Global steps between two validations; 0 validates only before training and at the end."""
+    prompts: Annotated[int | None, Field(ge=0)] = None
+    """How many held-out prompts; null means 512, or all the task has if they are fewer. 0 turns
+    validation off."""
 
 
 class CheckpointConfig(Section):
     """When checkpoints are staged (whichever comes first) and how many are kept."""
 
     every_steps: Annotated[int, Field(ge=1)] = 20
+    """Global steps between two checkpoints."""
     every_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which one is due even so."""
     warm_start_every_steps: Annotated[int, Field(ge=1)] = 100
+    """Steps of the warm start between two of its checkpoints."""
     keep: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints that stay; 2 leaves one to fall back to."""
 
 
 class LogConfig(Section):
@@ -109,20 +130,29 @@ class LogConfig(Section):
     """How long a group commit waits for more records when nobody waits for it."""
 
 
+def sections_of_other_tasks(config: RunConfig) -> frozenset[str]:
+    """Dotted names of the sections that say nothing about this run."""
+    own = SECTIONS[config.task.name]
+    return frozenset(f"task.{section}" for section in SECTIONS.values() if section != own)
+
+
 class RunConfig(Section):
     """One run. ``perdure config show RECIPE`` prints it resolved."""
 
     file_fields: ClassVar[tuple[str, ...]] = ("task.jsonl.path", "task.jsonl.held_out_path")
 
     seed: Annotated[int, Field(ge=0)] = 1
+    """Initial weights, order of the data and every draw follow from it."""
     mode: Literal["sync"] = "sync"
     """Trainer mode."""
     runtime: Literal["local"] = "local"
+    """What it runs on: one process on this machine."""
     deterministic: bool = False
     """Bit-identical results and redo; refuses to go on when a redone step differs."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of the process. Part of the arithmetic: one and two threads differ."""
     task: TaskConfig
+    """What is trained on."""
     model: ModelShape = ModelShape()
     learner: LearnerConfig = LearnerConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -36,6 +36,7 @@ from perdure.trainers.environment import fix_arithmetic, machine_description
 from perdure.trainers.memory import require_memory
 from perdure.trainers.recorded_config import CONFIG_FILE, recorded_config
 from perdure.trainers.recovery import Launch, incarnation
+from perdure.trainers.validation import held_out_prompts
 
 LOG_PARTS = (INCARNATION_DIR, SEAL_DIR, LOG_DIR)
 """Directories that are empty until an incarnation has claimed the run."""
@@ -233,4 +234,4 @@ def _check_fit(config: RunConfig, task: Task) -> None:
             rule=f"right answers need up to {task.max_answer_tokens} tokens",
             way_out=f"set rollout.max_new_tokens={task.max_answer_tokens}",
         )
-    task.held_out(config.validation.prompts)
+    held_out_prompts(config, task)

@@ -51,6 +51,7 @@ from perdure.trainers.sanity import (
 from perdure.trainers.saving import save_at_stop, stage_checkpoint_if_due
 from perdure.trainers.steps import complete_step
 from perdure.trainers.stopping import StopRequest
+from perdure.trainers.validation import held_out_prompts
 from perdure.trainers.warm_start import warm_start
 
 ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE, METRICS_DIR)
@@ -169,7 +170,6 @@ def _open(
         MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
     )
     metrics.rebuild(steps=store.state.curve(), evaluations=store.state.evaluated.values())
-    prompts = launch.config.validation.prompts
     return TrainContext(
         config=launch.config,
         config_digest=digest,
@@ -187,7 +187,7 @@ def _open(
         events=events,
         stop=launch.stop,
         progress=progress,
-        held_out=launch.task.held_out(prompts) if prompts else [],
+        held_out=held_out_prompts(launch.config, launch.task),
         distrusted=frozenset(d for d, _ in choice.skipped) if choice else frozenset(),
         rows_upto=store.state.last_step,
         last_checkpoint_s=launch.clock.monotonic_s(),

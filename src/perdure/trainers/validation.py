@@ -12,7 +12,21 @@ from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import Trajectory
 from perdure.tasks.api import Prompt, RewardResult, Task
 from perdure.trainers.acknowledge import acknowledged
+from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
+
+DEFAULT_PROMPTS = 512
+"""Held-out prompts when the recipe does not say how many and the task has as many."""
+
+
+def held_out_prompts(config: RunConfig, task: Task) -> list[Prompt]:
+    """The prompts that validation asks; empty if it is turned off.
+
+    Raises:
+        ConfigError: The recipe asks for more than the task has.
+    """
+    asked = config.validation.prompts
+    return task.held_out(DEFAULT_PROMPTS if asked is None else asked, or_fewer=asked is None)
 
 
 async def validate_if_due(ctx: TrainContext, step: GlobalStep) -> None:

@@ -1,0 +1,11 @@
+"""Names of choices, for settings; importing them loads no tensors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+"""How token losses add up to one; see :mod:`perdure.algorithms.losses`."""
+
+KlEstimator = Literal["k1", "k2", "k3"]
+"""Estimators of the divergence per token; see :mod:`perdure.algorithms.divergences`."""
