@@ -241,7 +241,7 @@ def test_the_audit_proves_nothing_of_what_it_cannot_read(
 def test_a_live_run_may_collect_a_checkpoint_meanwhile(
     half_done: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = ckpt._committed(PosixStorage(half_done))
+    before = ckpt.committed_checkpoints(PosixStorage(half_done))
     log_as_read = iter([before] if command == "verify" else [])
     assert len(before) == 2
 
@@ -249,7 +249,7 @@ def test_a_live_run_may_collect_a_checkpoint_meanwhile(
         shutil.rmtree(half_done / "checkpoints" / before[0].directory, ignore_errors=True)
         return next(log_as_read, before[1:])
 
-    monkeypatch.setattr(ckpt, "_committed", committed)
+    monkeypatch.setattr(ckpt, "committed_checkpoints", committed)
     code, output = perdure("ckpt", command, half_done)
     assert code == 0, output
     assert before[0].directory not in output

@@ -7,9 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from perdure.cli.main import app
+from perdure.models import weights_of
+from perdure.models.huggingface import load_pretrained
 
 RECIPE = """
 deterministic: true
@@ -159,6 +162,58 @@ def test_a_checkpoint_is_shown(trained: Path) -> None:
     shown = json.loads(run("ckpt", "show", trained, "step-00000001-1", "--json")[1])
     assert shown["clocks"]["global_step"] == 1
     assert shown["ok"] is True
+
+
+def test_the_trained_policy_answers_as_in_its_validation(trained: Path) -> None:
+    rows = (trained / "metrics/evaluations.jsonl").read_text().splitlines()
+    expected = {row["global_step"]: row["metrics"]["accuracy"] for row in map(json.loads, rows)}
+    for step in (1, 2):
+        name = f"step-{step:08d}-1"
+        code, out, err = run("sample", trained, "--checkpoint", name, "--prompts", "4", "--json")
+        assert (code, err) == (0, "")
+        answer = json.loads(out)
+        assert answer["checkpoint"] == name
+        assert answer["accuracy"] == expected[step]
+        assert len(answer["samples"]) == 4
+    one = answer["samples"][0]
+    assert one["prompt"].endswith("=")
+    assert one["correct"] == (one["response"] == one["expected"])
+    code, out, _ = run("sample", trained, "--prompts", "3")
+    header, *lines, verdict = out.splitlines()
+    assert header.split() == ["prompt", "answer", "expected"]
+    assert len(lines) == 3
+    assert all(line.split()[-1] in ("right", "wrong") for line in lines)
+    assert verdict.startswith("step-00000002-1: accuracy 0.")
+
+
+def test_the_trained_policy_is_exported(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    code, out, err = run("export", trained, folder)
+    assert (code, err) == (0, "")
+    assert out == f"policy of step-00000002-1 written to {folder}\n"
+    model = load_pretrained(folder)
+    stored = load_file(trained / "checkpoints/step-00000002-1/model/policy.safetensors")
+    found = {name: tensor.numpy() for name, tensor in weights_of(model).items()}
+    assert found.keys() == stored.keys()
+    assert all((found[name] == stored[name]).all() for name in stored)
+    vocabulary = json.loads((folder / "vocabulary.json").read_text())
+    assert vocabulary["characters"]["0"] == 2
+    assert vocabulary["vocab_size"] == model.config.vocab_size
+    code, _, err = run("export", trained, folder)
+    assert code == 2
+    assert "not empty" in err
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_default_and_refused_by_name(copy: Path) -> None:
+    next((copy / "checkpoints" / "step-00000002-1" / "model").iterdir()).write_bytes(b"")
+    before = sorted(copy.rglob("*"))
+    code, out, _ = run("sample", copy)
+    assert code == 0
+    assert "step-00000001-1: accuracy" in out
+    code, _, err = run("sample", copy, "--checkpoint", "step-00000002-1")
+    assert code == 5
+    assert "policy.safetensors: 0 bytes" in err
+    assert sorted(copy.rglob("*")) == before
 
 
 def test_a_mistyped_checkpoint_names_the_nearest(trained: Path) -> None:

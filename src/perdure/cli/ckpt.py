@@ -37,7 +37,7 @@ def list_checkpoints(run: RunArgument, *, json: JsonOption = False) -> None:
     there = {name: look_at(storage, name) for name in storage.list(CHECKPOINTS)}
     rows = [
         Row(record, there.get(record.directory) or look_at(storage, record.directory))
-        for record in _committed(storage)
+        for record in committed_checkpoints(storage)
     ]
     if json:
         print_json({"run": str(run), "checkpoints": [row.to_json() for row in rows]})
@@ -59,13 +59,13 @@ def verify_checkpoints(
 ) -> None:
     """Check every byte of the committed checkpoints against manifest and log."""
     storage = open_run(run)
-    records = _committed(storage)
+    records = committed_checkpoints(storage)
     if checkpoint is not None:
-        records = [_find(records, checkpoint, run)]
+        records = [find_checkpoint(records, checkpoint, run)]
     reports = [_verify(storage, record) for record in records]
     if not all(report.ok for report in reports):
         # A live run may have collected it since its log was read, and says so before it deletes.
-        kept = {record.directory for record in _committed(storage)}
+        kept = {record.directory for record in committed_checkpoints(storage)}
         reports = [report for report in reports if report.ok or report.directory in kept]
     set_aside = _quarantined(storage, reports)
     if json:
@@ -92,8 +92,8 @@ def show_checkpoint(
 ) -> None:
     """Show what a checkpoint holds: clocks, lineage, components, files."""
     storage = open_run(run)
-    records = _committed(storage)
-    record = _find(records, checkpoint, run) if checkpoint else _newest(records, run)
+    records = committed_checkpoints(storage)
+    record = find_checkpoint(records, checkpoint, run) if checkpoint else _newest(records, run)
     report = _verify(storage, record)
     manifest = report.manifest
     if manifest is None:
@@ -123,7 +123,8 @@ def show_checkpoint(
         typer.echo(f"  {path:<36} {file.bytes:>12,}  {file.checksum}")
 
 
-def _committed(storage: Storage) -> list[Checkpointed]:
+def committed_checkpoints(storage: Storage) -> list[Checkpointed]:
+    """Commits of the kept lineage, oldest first."""
     from perdure.experience import read_experience
 
     state, _ = read_experience(storage)
@@ -201,7 +202,12 @@ def _newest(records: Sequence[Checkpointed], run: Path) -> Checkpointed:
     return records[-1]
 
 
-def _find(records: Sequence[Checkpointed], name: str, run: Path) -> Checkpointed:
+def find_checkpoint(records: Sequence[Checkpointed], name: str, run: Path) -> Checkpointed:
+    """The commit of the checkpoint called ``name``.
+
+    Raises:
+        NothingToResumeError: There is none; names the nearest.
+    """
     from perdure.config import nearest
 
     by_name = {record.directory: record for record in records}

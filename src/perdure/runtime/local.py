@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from perdure.core.errors import PerdureError
-from perdure.core.ids import GroupId, PolicyVersion, SessionId, UpdateId
-from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
+from perdure.core.ids import PolicyVersion, UpdateId
+from perdure.core.rollout_api import RolloutEngine, SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
 from perdure.learner.api import Learner, LocalUpdateResult
 from perdure.publish.in_process import InProcessPublisher
-from perdure.runtime.sessions import SessionRunner, trajectory_from_chunks
+from perdure.runtime.answers import answer, one_error
+from perdure.runtime.sessions import SessionRunner
 from perdure.tasks.api import Prompt
 
 
@@ -31,30 +30,13 @@ class LocalRuntime:
         self._asleep = False
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
-        with _one_error():
+        with one_error():
             await self._sessions.run_groups(groups)
 
     async def answer(
         self, prompts: Sequence[Prompt], *, sampling: SamplingParams
     ) -> list[Trajectory]:
-        with _one_error():
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._answer_one(index, prompt, sampling))
-                    for index, prompt in enumerate(prompts)
-                ]
-        return [task.result() for task in tasks]
-
-    async def _answer_one(self, index: int, prompt: Prompt, sampling: SamplingParams) -> Trajectory:
-        request = GenerationRequest(
-            request_id=f"validation/{index}",
-            prompt_ids=prompt.prompt_ids,
-            sampling=sampling,
-            random_key=(self._seed, -1, index),
-        )
-        chunks = [chunk async for chunk in self._engine.generate(request)]
-        session = SessionId(GroupId(index), 0)
-        return trajectory_from_chunks(session, prompt_ids=prompt.prompt_ids, chunks=chunks)
+        return await answer(self._engine, prompts, sampling=sampling, seed=self._seed)
 
     async def sleep_rollout(self) -> None:
         if not self._asleep:
@@ -101,15 +83,3 @@ class LocalRuntime:
     @property
     def optimizer_step(self) -> int:
         return self._learner.optimizer_step
-
-
-@contextmanager
-def _one_error() -> Generator[None]:
-    """Of several tasks' errors raise one: a bug before a refusal, so that it is not hidden."""
-    try:
-        yield
-    except ExceptionGroup as failures:
-        first: Exception = failures.split(PerdureError)[1] or failures
-        while isinstance(first, ExceptionGroup):
-            first = first.exceptions[0]
-        raise first from failures

@@ -15,7 +15,7 @@ from perdure.core.faults import FaultHook
 from perdure.core.rollout_api import SamplingParams
 from perdure.experience import ExperienceStore
 from perdure.learner.local import LearnerSetup, LocalLearner
-from perdure.models import Transformer, init_weights
+from perdure.models import ModelConfig, Transformer, init_weights
 from perdure.rollout import EmbeddedEngine, EngineOptions
 from perdure.runtime.local import LocalRuntime
 from perdure.runtime.sessions import SessionRunner
@@ -72,10 +72,7 @@ def _fitting_into_memory() -> Generator[None]:
 
 
 def _build(config: RunConfig, task: Task) -> Machinery:
-    longest = task.max_prompt_tokens + config.rollout.max_new_tokens
-    shape = config.model.model_config_for(
-        vocab_size=task.tokenizer.vocab_size, max_positions=longest
-    )
+    shape = model_shape(config, task)
     model = Transformer(shape)
     init_weights(model, config.seed)
     trainer = config.trainer
@@ -86,10 +83,27 @@ def _build(config: RunConfig, task: Task) -> Machinery:
         deterministic=config.deterministic,
     )
     learner = LocalLearner(model, config=config.learner, setup=setup)
-    options = EngineOptions(
-        slots=config.rollout.slots, max_tokens=longest, deterministic=config.deterministic
+    return Machinery(learner, EmbeddedEngine(shape, engine_options(config, task)))
+
+
+def model_shape(config: RunConfig, task: Task) -> ModelConfig:
+    """The model that answers this task: as many tokens, as long as they can get."""
+    return config.model.model_config_for(
+        vocab_size=task.tokenizer.vocab_size, max_positions=_longest(config, task)
     )
-    return Machinery(learner, EmbeddedEngine(shape, options))
+
+
+def engine_options(config: RunConfig, task: Task) -> EngineOptions:
+    """Options of the engine that runs it."""
+    return EngineOptions(
+        slots=config.rollout.slots,
+        max_tokens=_longest(config, task),
+        deterministic=config.deterministic,
+    )
+
+
+def _longest(config: RunConfig, task: Task) -> int:
+    return task.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def register_components(machinery: Machinery, progress: Progress) -> Registry:

@@ -62,15 +62,10 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
         Means over the prompts: ``accuracy`` (of the part ``correct``), every other part of the
         verdicts by its name, ``reward`` and ``response_length`` (tokens); ``prompts`` counts them.
     """
-    rollout = ctx.config.rollout
-    sampling = SamplingParams(
-        temperature=0.0,
-        max_new_tokens=rollout.max_new_tokens,
-        stop_token_ids=(ctx.task.tokenizer.eos_id,),
-    )
+    sampling = greedy(ctx.config, ctx.task)
     trajectories = await ctx.runtime.answer(ctx.held_out, sampling=sampling)
     verdicts = [
-        _judge(ctx.task, prompt, trajectory)
+        judge_answer(ctx.task, prompt, trajectory)
         for prompt, trajectory in zip(ctx.held_out, trajectories, strict=True)
     ]
     lengths = [len(trajectory.response_ids_T) for trajectory in trajectories]
@@ -84,7 +79,21 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
     }
 
 
-def _judge(task: Task, prompt: Prompt, trajectory: Trajectory) -> RewardResult:
+def greedy(config: RunConfig, task: Task) -> SamplingParams:
+    """How validation answers."""
+    return SamplingParams(
+        temperature=0.0,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop_token_ids=(task.tokenizer.eos_id,),
+    )
+
+
+def judge_answer(task: Task, prompt: Prompt, trajectory: Trajectory) -> RewardResult:
+    """The verdict on an answer.
+
+    Raises:
+        TrainingError: The verifier raises, or its reward is not finite.
+    """
     try:
         verdict = task.verify(prompt, trajectory.response_ids_T.tolist())
     except Exception as error:
