@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,16 @@ def test_a_recipe_runs(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_recipes_of_the_documentation_are_there() -> None:
     assert {"sort_digits", "tiny"} <= {recipe.stem for recipe in RECIPES}
+
+
+def test_the_complete_recipe_of_the_tasks_page_runs(tmp_path: Path) -> None:
+    page = (RECIPES[0].parents[1] / "docs" / "tasks.md").read_text()
+    (recipe,) = [b for b in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "mine.jsonl" in b]
+    (tmp_path / "my_recipe.yaml").write_text(recipe)
+    lines = [{"prompt": f"{i}?", "answer": f"{i + 1}"} for i in range(100)]
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    short = ("trainer.total_steps=1", "learner.supervised.steps=2")
+    config = load_config(RunConfig, tmp_path / "my_recipe.yaml", short)
+    launch.train(config, tmp_path / "run")
+    (last,) = (tmp_path / "run/metrics/evaluations.jsonl").read_text().splitlines()[-1:]
+    assert 0 < json.loads(last)["metrics"]["prompts"] < 100

@@ -347,6 +347,29 @@ def test_sigterm_closes_the_log_and_resume_goes_on(tmp_path: Path) -> None:
     assert_same_training(run, tmp_path / "reference")
 
 
+@pytest.mark.parametrize(
+    ("verdict", "words"), [(0.0, "a longer warm start"), (1.0, "as good as solved")]
+)
+def test_a_training_without_a_signal_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verdict: float, words: str
+) -> None:
+    result = RewardResult(verdict, {"correct": verdict})
+    monkeypatch.setattr(GeneratedTask, "verify", lambda *_: result)
+    overrides = ["learner.supervised.steps=0", "trainer.total_steps=7", "validation.prompts=0"]
+    events = Events()
+    config = load_config(RunConfig, RECIPE, overrides)
+    launch.train(config, tmp_path / "run", display=events)
+    (warning,) = events.of("warning")
+    assert "for 5 steps almost every group has had equal rewards" in str(warning["message"])
+    assert words in str(warning["message"])
+
+
+def test_a_training_with_a_signal_is_not_warned_of(tmp_path: Path) -> None:
+    events = Events()
+    launch.train(load_config(RunConfig, RECIPE), tmp_path / "run", display=events)
+    assert not [w for w in events.of("warning") if "equal rewards" in str(w["message"])]
+
+
 def test_a_finished_run_is_resumed_to_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch.train(load_config(RunConfig, RECIPE), run)

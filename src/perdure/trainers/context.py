@@ -20,6 +20,7 @@ from perdure.runtime.metrics_files import MetricsFiles
 from perdure.tasks.api import Prompt, Task
 from perdure.trainers.config import RunConfig
 from perdure.trainers.progress import Progress
+from perdure.trainers.signal_watch import SignalWatch
 from perdure.trainers.stopping import StopRequest
 
 
@@ -40,6 +41,7 @@ class TrainContext:
     faults: FaultHook
     events: EventSink
     stop: StopRequest
+    signal: SignalWatch
     progress: Progress
     held_out: list[Prompt]
     distrusted: frozenset[str]

@@ -49,6 +49,7 @@ from perdure.trainers.sanity import (
     check_restored,
 )
 from perdure.trainers.saving import save_at_stop, stage_checkpoint_if_due
+from perdure.trainers.signal_watch import SignalWatch
 from perdure.trainers.steps import complete_step
 from perdure.trainers.stopping import StopRequest
 from perdure.trainers.validation import held_out_prompts
@@ -186,6 +187,7 @@ def _open(
         faults=launch.faults,
         events=events,
         stop=launch.stop,
+        signal=SignalWatch(launch.config),
         progress=progress,
         held_out=held_out_prompts(launch.config, launch.task),
         distrusted=frozenset(d for d, _ in choice.skipped) if choice else frozenset(),

@@ -152,6 +152,9 @@ async def finish_step(ctx: TrainContext, step: GlobalStep) -> None:
     seconds = sum(record.timings_s.values())
     reward = record.metrics.get("reward", float("nan"))
     ctx.events("step", {"global_step": step, "reward": reward, "seconds": seconds, **shown})
+    warning = ctx.signal.look(record.metrics)
+    if warning is not None:
+        ctx.events("warning", {"message": warning})
 
 
 async def complete_step(ctx: TrainContext, step: GlobalStep) -> None:
