@@ -212,7 +212,7 @@ def test_with_both_arenas_busy_a_save_is_skipped_and_must_waits() -> None:
     assert not rig.stage(3)
     assert not rig.engine.wait(0.0)
     assert rig.engine.skipped == 1
-    assert rig.said("checkpoint_skipped") == [{"step": 3, "reason": "both arenas are busy"}]
+    assert rig.said("checkpoint_skipped") == [{"step": 3, "reason": "all arenas are busy"}]
     opener = threading.Timer(0.05, gate.opened.set)
     opener.start()
     assert rig.stage(4, must=True)

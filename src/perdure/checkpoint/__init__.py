@@ -6,6 +6,7 @@ does not import torch.
 
 from perdure.checkpoint.components import ArraysComponent, ValuesComponent
 from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
+from perdure.checkpoint.guard import ChangeCounter
 from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
 from perdure.checkpoint.registry import Kind, Registry
@@ -22,6 +23,7 @@ from perdure.checkpoint.verification import (
 
 __all__ = [
     "ArraysComponent",
+    "ChangeCounter",
     "CheckpointEngine",
     "CheckpointOptions",
     "CheckpointReader",

@@ -10,46 +10,125 @@ from typing import Any, cast
 
 import numpy as np
 
+from perdure.checkpoint.arena_memory import ArenaMemory
 from perdure.checkpoint.dtypes import NUMPY_BY_CODE, code_of
-from perdure.checkpoint.layout import ALIGNMENT, ArenaLayout, FileImage, TensorSpec
+from perdure.checkpoint.layout import ArenaLayout, FileImage, TensorSpec
+from perdure.storage.bulk_process import SharedMemory
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Array = np.ndarray[Any, Any]
 
 
 class Arena:
-    """One page-aligned buffer, laid out as the files are. It grows when a layout needs more."""
+    """One page-aligned buffer, laid out as the files are. It grows when a layout needs more.
 
-    def __init__(self) -> None:
+    Args:
+        share_from: From this size on, its memory can be mapped by the writer process; None = never.
+    """
+
+    def __init__(self, *, share_from: int | None = None) -> None:
+        self._share_from = share_from
+        self._memory: ArenaMemory | None = None
         self._buffer: Bytes = np.empty(0, np.uint8)
+        self._layout: ArenaLayout | None = None
+        self._arrays: dict[tuple[str, str], Array] = {}
+        self._specs: dict[tuple[str, str], TensorSpec] = {}
+        self._tensors: dict[tuple[str, str], Any] = {}
+        self._pinned = False
 
     @property
     def nbytes(self) -> int:
         return self._buffer.nbytes
 
+    @property
+    def shared(self) -> SharedMemory | None:
+        """How another process maps it, if it can."""
+        return None if self._memory is None else self._memory.shared
+
     def fit(self, size: int) -> None:
         """Have at least ``size`` bytes, all touched, so that no copy waits for a page."""
         if self._buffer.nbytes >= size:
             return
+        self.close()
+        shared = self._share_from is not None and size >= self._share_from
+        self._memory = ArenaMemory(size, shared=shared)
+        self._buffer = self._memory.array
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._pinned:
+            torch_arena().unpin(self._buffer)
+            self._pinned = False
+        self._forget_places()
         self._buffer = np.empty(0, np.uint8)
-        raw = np.empty(size + ALIGNMENT, np.uint8)
-        start = -raw.ctypes.data % ALIGNMENT
-        self._buffer = raw[start : start + size]
-        self._buffer.fill(0)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def fill(self, layout: ArenaLayout, tensors_by_path: Mapping[str, Mapping[str, Any]]) -> None:
         """Copy headers and tensors to their places; afterwards nothing here aliases a tensor."""
         self.fit(layout.size)
-        for image in layout.images:
-            start = image.arena_offset
-            self._buffer[start : start + len(image.header)] = np.frombuffer(image.header, np.uint8)
-            tensors = tensors_by_path[image.path]
-            for place in image.places:
-                data = self._buffer[image.data_offset + place.start : image.data_offset + place.end]
-                copy_into(data, tensors[place.name], place.spec)
+        if layout is not self._layout:
+            self._lay_out(layout)
+        targets: list[Any] = []
+        sources: list[Any] = []
+        for path, tensors in tensors_by_path.items():
+            for name, tensor in tensors.items():
+                if isinstance(tensor, np.ndarray):
+                    source = cast("Array", tensor)
+                    np.copyto(self._arrays[path, name], source, casting="equiv")
+                elif tensor.numel():
+                    targets.append(self._tensor_place(path, name))
+                    sources.append(tensor)
+        if targets:
+            self._copy_torch(targets, sources)
 
     def file_bytes(self, image: FileImage) -> memoryview:
         """The finished file, as a view of the arena."""
         return self._buffer[image.arena_offset : image.arena_offset + image.size].data
+
+    def file_blocks(self, image: FileImage) -> memoryview:
+        """The finished file and whatever lies behind it up to the next whole block."""
+        return self._buffer[image.arena_offset : image.arena_offset + image.blocks_size].data
+
+    def _lay_out(self, layout: ArenaLayout) -> None:
+        """Write the headers and remember where every tensor goes: once for many saves."""
+        self._forget_places()
+        for image in layout.images:
+            start = image.arena_offset
+            self._buffer[start : start + len(image.header)] = np.frombuffer(image.header, np.uint8)
+            for place in image.places:
+                data = self._buffer[image.data_offset + place.start : image.data_offset + place.end]
+                dtype = NUMPY_BY_CODE.get(place.spec.code)
+                # Types that numpy lacks come as torch tensors only.
+                array = data if dtype is None else data.view(dtype).reshape(place.spec.shape)
+                self._arrays[image.path, place.name] = array
+        self._specs = {
+            (image.path, place.name): place.spec
+            for image in layout.images
+            for place in image.places
+        }
+        self._layout = layout
+
+    def _copy_torch(self, targets: list[Any], sources: list[Any]) -> None:
+        torch_half = torch_arena()
+        if not self._pinned and torch_half.on_gpu(sources):
+            torch_half.pin(self._buffer)
+            self._pinned = True
+        torch_half.copy_all(targets, sources)
+
+    def _tensor_place(self, path: str, name: str) -> Any:
+        place = self._tensors.get((path, name))
+        if place is None:
+            array, spec = self._arrays[path, name], self._specs[path, name]
+            place = torch_arena().view(array.reshape(-1).view(np.uint8), spec)
+            self._tensors[path, name] = place
+        return place
+
+    def _forget_places(self) -> None:
+        self._layout = None
+        self._arrays.clear()
+        self._tensors.clear()
 
 
 def spec_of(tensor: Any) -> TensorSpec:
@@ -60,21 +139,11 @@ def spec_of(tensor: Any) -> TensorSpec:
     """
     if not isinstance(tensor, np.ndarray):
         return torch_arena().spec_of(tensor)
-    array = cast("np.ndarray[Any, Any]", tensor)
+    array = cast("Array", tensor)
     code = code_of(array.dtype)
     if code is None:
         raise ValueError(f"elements of type {array.dtype} cannot be stored")
     return TensorSpec(code, tuple(array.shape))
-
-
-def copy_into(data: Bytes, tensor: Any, spec: TensorSpec) -> None:
-    """Copy a tensor, contiguous and little-endian, into ``data`` (exactly its bytes)."""
-    if not isinstance(tensor, np.ndarray):
-        torch_arena().copy_into(data, tensor, spec)
-        return
-    array = cast("np.ndarray[Any, Any]", tensor)
-    target = data.view(NUMPY_BY_CODE[spec.code]).reshape(spec.shape)
-    np.copyto(target, array, casting="equiv")
 
 
 def materialize(data: Bytes, spec: TensorSpec) -> Any:

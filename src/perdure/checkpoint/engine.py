@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 from perdure.checkpoint import retention, verification, writer
 from perdure.checkpoint.arena import Arena
+from perdure.checkpoint.guard import TornCopyError
+from perdure.checkpoint.image_files import ImageFiles, image_files, share_from
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import LATEST, Manifest, StagedInfo, directory_path
+from perdure.checkpoint.options import CheckpointOptions
 from perdure.checkpoint.registry import Registry
 from perdure.checkpoint.restoration import restore
 from perdure.checkpoint.snapshot import Snapshot, Stager
@@ -30,36 +33,11 @@ from perdure.core.storage_api import Storage
 
 __all__ = ["CheckpointEngine", "CheckpointOptions", "StagedInfo"]
 
-ARENAS = 2
-"""One is filled while the other is written."""
-
+MUST_TRIES = 5
+"""How often a save that must succeed copies a state that keeps changing."""
 
 SaveError = PerdureError | OSError
 """What a save may fail with while training goes on."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointOptions:
-    """Bounds of the engine.
-
-    Attributes:
-        keep: Newest checkpoints that stay; 2 leaves one to fall back to.
-        commit_timeout_s: Longest wait for the ledger's acknowledgement.
-        must_timeout_s: Longest wait for a save that must succeed, and for closing.
-    """
-
-    keep: int = 2
-    commit_timeout_s: float = 60.0
-    must_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(
-                f"is {self.keep}",
-                where="checkpoint.keep",
-                rule="at least 1: the last verified checkpoint is never deleted",
-                way_out="set it to 2",
-            )
 
 
 @dataclass(slots=True)
@@ -85,11 +63,14 @@ class CheckpointEngine:
     last_error: SaveError | None = field(default=None, init=False)
     """Why the newest save failed; None once a later one is committed."""
     skipped: int = field(default=0, init=False)
-    """Saves that were due while both arenas were busy."""
+    """Saves that were due while all arenas were busy."""
+    torn: int = field(default=0, init=False)
+    """Copies that were thrown away because the state changed while it was copied."""
     failed: int = field(default=0, init=False)
 
     _executor: Executor = field(init=False, repr=False)
     _stager: Stager = field(init=False, repr=False)
+    _images: ImageFiles = field(init=False, repr=False)
     _arenas: tuple[Arena, ...] = field(init=False, repr=False)
     _free: deque[Arena] = field(init=False, repr=False)
     _pending: deque[Future[SaveError | None]] = field(init=False, repr=False)
@@ -98,8 +79,16 @@ class CheckpointEngine:
 
     def __post_init__(self) -> None:
         self._executor = self.executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._stager = Stager(self.clock)
-        self._arenas = tuple(Arena() for _ in range(ARENAS))
+        options = self.options
+        self._stager = Stager(self.clock, arenas=options.arenas)
+        self._images = image_files(
+            self.storage,
+            writer=options.writer,
+            stall_s=options.stall_timeout_s,
+            events=self.events,
+        )
+        share = share_from(options.writer)
+        self._arenas = tuple(Arena(share_from=share) for _ in range(options.arenas))
         self._free = deque(self._arenas)
         self._pending = deque()
         self._used = set()
@@ -107,14 +96,30 @@ class CheckpointEngine:
 
     @property
     def arena_bytes(self) -> int:
-        """Host memory held for staging now; at most twice the bytes of one checkpoint."""
+        """Host memory held for staging now; at most ``arenas`` times a checkpoint's tensors."""
         return sum(arena.nbytes for arena in self._arenas)
+
+    def reserve(self) -> int:
+        """Take all memory that saving the components as they are now will ever need.
+
+        Without it each arena is made by the first save that uses it, which blocks for longer.
+
+        Returns:
+            Bytes: :attr:`arena_bytes` from now on.
+
+        Raises:
+            ConfigError: A required component is missing, or a state cannot be stored.
+        """
+        size = self._stager.size_of(self.registry.entries())
+        for arena in self._free:
+            arena.fit(size)
+        return self.arena_bytes
 
     def stage(self, name: CheckpointName, *, info: StagedInfo, must: bool = False) -> bool:
         """Copy all components; become durable in the background.
 
-        After return nothing of the caller's is referred to. With both arenas busy the save is
-        skipped, counted and reported, never waited for.
+        After return nothing of the caller's is referred to. With all arenas busy the save is
+        skipped, counted and reported, never waited for; so is a copy that was torn by a change.
 
         Args:
             name: A name never used before.
@@ -127,7 +132,8 @@ class CheckpointEngine:
         Raises:
             ConfigError: The name is taken, a required component is missing, or a state cannot be
                 stored.
-            StorageError: ``must`` and the save failed or did not end in time.
+            StorageError: ``must`` and the save failed or did not end in time, or the state changed
+                during every copy.
         """
         self._reap()
         self._refuse_used(name)
@@ -135,12 +141,19 @@ class CheckpointEngine:
             raise self._too_slow(name.directory)
         if not self._free:
             self.skipped += 1
-            self.events("checkpoint_skipped", {"step": name.step, "reason": "both arenas are busy"})
+            self.events("checkpoint_skipped", {"step": name.step, "reason": "all arenas are busy"})
             return False
-        saving = self._hand_over(name, info)
-        if must:
+        saving = self._untorn(name, info, tries=MUST_TRIES if must else 1)
+        if saving is not None and must:
             self._await_commit(name.directory, saving)
-        return True
+        if saving is None and must:
+            raise StorageError(
+                f"the state changed during each of {MUST_TRIES} copies",
+                where=name.directory,
+                rule="a torn copy is never saved",
+                way_out="save between changes of the state",
+            )
+        return saving is not None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no save is pending; False if some still are after ``timeout_s``."""
@@ -155,7 +168,7 @@ class CheckpointEngine:
         return True
 
     def close(self) -> None:
-        """Wait for pending saves and end the thread.
+        """Wait for pending saves, end the thread and the process, give the arenas back.
 
         Raises:
             StorageError: A save did not end within ``must_timeout_s``.
@@ -168,6 +181,9 @@ class CheckpointEngine:
                 self._executor.shutdown(wait=drained, cancel_futures=True)
         if not drained:
             raise self._too_slow("checkpoints")
+        self._images.close()
+        for arena in self._arenas:
+            arena.close()
 
     def verify(self, directory: str) -> VerifyReport:
         """Check every byte of a checkpoint, and its manifest against the ledger."""
@@ -218,6 +234,19 @@ class CheckpointEngine:
                 way_out="save under another step",
             )
 
+    def _untorn(
+        self, name: CheckpointName, info: StagedInfo, *, tries: int
+    ) -> Future[SaveError | None] | None:
+        """Hand a whole copy over; None if every one was torn."""
+        for _ in range(tries):
+            try:
+                return self._hand_over(name, info)
+            except TornCopyError as torn:
+                self.torn += 1
+                reason = f"changed while it was copied: {', '.join(torn.args)}"
+                self.events("checkpoint_skipped", {"step": name.step, "reason": reason})
+        return None
+
     def _hand_over(self, name: CheckpointName, info: StagedInfo) -> Future[SaveError | None]:
         started_s = self.clock.monotonic_s()
         entries = self.registry.entries()
@@ -262,7 +291,9 @@ class CheckpointEngine:
         try:
             writer.require_empty(self.storage, name.directory)
             writing = True
-            manifest, digest = writer.write(self.storage, snapshot, self.faults)
+            manifest, digest = writer.write(
+                self.storage, snapshot, self.faults, images=self._images
+            )
         except (PerdureError, OSError) as error:
             if writing:
                 self._discard(name)

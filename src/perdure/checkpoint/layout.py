@@ -61,6 +61,11 @@ class FileImage:
         """Bytes of the file."""
         return len(self.header) + (self.places[-1].end if self.places else 0)
 
+    @property
+    def blocks_size(self) -> int:
+        """Bytes of the arena that are the file's: its size in whole blocks."""
+        return _aligned(self.size)
+
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
@@ -78,7 +83,7 @@ def plan(files: Mapping[str, Mapping[str, TensorSpec]]) -> ArenaLayout:
         places = tuple(_places(specs))
         image = FileImage(path, _encode_header(places), places, offset)
         images.append(image)
-        offset += _aligned(image.size)
+        offset += image.blocks_size
     return ArenaLayout(tuple(images), offset)
 
 

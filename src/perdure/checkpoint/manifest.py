@@ -55,10 +55,33 @@ class StagedInfo:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """Size and xxh3-128 of one file."""
+    """Size and xxh3-128 of one file, and of each ``chunk_bytes`` of it if there are several."""
 
     bytes: int
     checksum: str
+    chunk_bytes: int = 0
+    chunks: tuple[str, ...] = ()
+
+    def encode(self) -> dict[str, Any]:
+        """Its part of the manifest."""
+        fields: dict[str, Any] = {"bytes": self.bytes, "xxh3_128": self.checksum}
+        if self.chunks:
+            fields["chunks"] = {"bytes": self.chunk_bytes, "xxh3_128": list(self.chunks)}
+        return fields
+
+    @classmethod
+    def decode(cls, item: Mapping[str, Any]) -> FileEntry:
+        """Read :meth:`encode` back. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
+        size, chunks = int(item["bytes"]), item.get("chunks", {"bytes": 0, "xxh3_128": ()})
+        entry = cls(
+            size,
+            str(item["xxh3_128"]),
+            int(chunks["bytes"]),
+            tuple(str(checksum) for checksum in chunks["xxh3_128"]),
+        )
+        if entry.chunks and -(-size // max(1, entry.chunk_bytes)) != len(entry.chunks):
+            raise ValueError("the checksums of the chunks do not cover the file")
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +104,8 @@ class Manifest:
     components: Mapping[str, ComponentEntry]
     files: Mapping[str, FileEntry]
     arena_bytes: int
+    arenas: int = 2
+    """How many arenas the engine held: with ``arena_bytes``, the most memory that staging took."""
     features: tuple[str, ...] = ()
 
     @property
@@ -111,6 +136,7 @@ class Manifest:
                 "environment": dict(info.environment),
                 "versions": dict(self.versions),
                 "arena_bytes": self.arena_bytes,
+                "arenas": self.arenas,
                 "components": {
                     key: {
                         "kind": entry.kind,
@@ -119,10 +145,7 @@ class Manifest:
                     }
                     for key, entry in self.components.items()
                 },
-                "files": {
-                    path: {"bytes": entry.bytes, "xxh3_128": entry.checksum}
-                    for path, entry in self.files.items()
-                },
+                "files": {path: entry.encode() for path, entry in self.files.items()},
             }
         )
 
@@ -186,11 +209,9 @@ def _parse(value: dict[str, Any]) -> Manifest:
         created_wall_s=float(value["created_wall_s"]),
         versions=dict(value["versions"]),
         components={key: _parse_component(item) for key, item in value["components"].items()},
-        files={
-            path: FileEntry(int(item["bytes"]), str(item["xxh3_128"]))
-            for path, item in value["files"].items()
-        },
+        files={path: FileEntry.decode(item) for path, item in value["files"].items()},
         arena_bytes=int(value["arena_bytes"]),
+        arenas=int(value.get("arenas", 2)),
         features=tuple(value["features"]),
     )
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 
 from perdure.checkpoint.arena import Arena, spec_of
+from perdure.checkpoint.guard import CopyGuard
 from perdure.checkpoint.layout import ArenaLayout, TensorSpec, plan
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
@@ -48,10 +49,16 @@ class Snapshot:
 
 
 class Stager:
-    """Copies components into arenas; lays files out anew only when a shape changed."""
+    """Copies components into arenas; lays files out anew only when a shape changed.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: Dates the manifests.
+        arenas: How many of them the engine holds, for the manifest.
+    """
+
+    def __init__(self, clock: Clock, *, arenas: int) -> None:
         self._clock = clock
+        self._arenas = arenas
         self._versions = library_versions()
         self._specs: dict[str, dict[str, TensorSpec]] | None = None
         self._layout = ArenaLayout((), 0)
@@ -63,7 +70,9 @@ class Stager:
 
         Raises:
             ConfigError: A component holds something a checkpoint cannot store.
+            TornCopyError: A component changed meanwhile; the copy is worth nothing.
         """
+        guard = CopyGuard(entries)
         states = {entry.name: entry.component.state() for entry in entries}
         components = {
             entry.name: ComponentEntry(
@@ -78,6 +87,8 @@ class Stager:
             for key, state in states.items()
             if state.tensors
         }
+        for key, state in states.items():
+            guard.watch(key, state.tensors)
         layout = self._plan(tensors)
         manifest = Manifest(
             name=name,
@@ -87,11 +98,22 @@ class Stager:
             components=components,
             files={},
             arena_bytes=layout.size,
+            arenas=self._arenas,
         )
         _check_encodable(manifest)
         small_files = _small_files(info, states)
         arena.fill(layout, tensors)
+        guard.compare()
         return Snapshot(manifest, arena, layout, small_files)
+
+    def size_of(self, entries: tuple[Entry, ...]) -> int:
+        """Bytes of an arena that holds a copy of the components as they are now.
+
+        Raises:
+            ConfigError: A component holds something a checkpoint cannot store.
+        """
+        states = {entry.tensor_file: entry.component.state().tensors for entry in entries}
+        return self._plan({path: tensors for path, tensors in states.items() if tensors}).size
 
     def _plan(self, tensors: Mapping[str, Mapping[str, Any]]) -> ArenaLayout:
         specs = {path: _describe(path, named) for path, named in tensors.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Iterable
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,10 +42,58 @@ def spec_of(tensor: object) -> TensorSpec:
     return TensorSpec(code, tuple(tensor.shape))
 
 
-def copy_into(data: np.ndarray[Any, Any], tensor: torch.Tensor, spec: TensorSpec) -> None:
-    """Copy a tensor from any device into ``data`` (exactly its bytes); returns when it is there."""
-    if tensor.numel():
-        view(data, spec).copy_(tensor.detach())
+def versions_of(tensors: Iterable[object]) -> list[int]:
+    """How often each torch tensor was changed in place, as torch counts; 0 where it does not."""
+    return [
+        0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
+        for tensor in tensors
+    ]
+
+
+def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether any of them lies on a GPU."""
+    return any(tensor.is_cuda for tensor in tensors)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy tensors from any device to their places on the host; they are there on return.
+
+    On a GPU they go over a stream of their own; the places should be pinned.
+    """
+    with torch.no_grad():
+        if not on_gpu(sources):
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+            return
+        stream = _side_stream()
+        # What the training stream was given comes first; what it is given later waits for nothing.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()
+
+
+def pin(buffer: np.ndarray[Any, Any]) -> None:
+    """Lock the pages of a buffer, so that a GPU copies to them by itself. Undo with :func:`unpin`.
+
+    Raises:
+        RuntimeError: The driver refused.
+    """
+    torch.cuda.check_error(_runtime().cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
+
+
+def unpin(buffer: np.ndarray[Any, Any]) -> None:
+    """Undo :func:`pin`, before the memory goes."""
+    torch.cuda.check_error(_runtime().cudaHostUnregister(buffer.ctypes.data))
+
+
+def _runtime() -> Any:
+    return cast("Any", torch.cuda.cudart())
+
+
+@functools.cache
+def _side_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
 
 
 def view(data: np.ndarray[Any, Any], spec: TensorSpec) -> torch.Tensor:

@@ -84,12 +84,34 @@ def check_file(storage: Storage, root: str, file: str, entry: FileEntry) -> File
         size = storage.size(path)
         if size != entry.bytes:
             return FileProblem(file, f"{size} bytes, expected {entry.bytes}")
-        checksum = xxhash.xxh3_128_hexdigest(storage.map(path).data)
+        data = storage.map(path).data
+        checksum = xxhash.xxh3_128_hexdigest(data)
     except FileNotFoundError:
         return FileProblem(file, "missing")
     except StorageError as error:
         return FileProblem(file, error.what, unreadable=True)
-    return None if checksum == entry.checksum else FileProblem(file, "checksum does not match")
+    if checksum == entry.checksum:
+        return None
+    return FileProblem(file, "checksum does not match" + describe_chunks(bad_chunks(data, entry)))
+
+
+def bad_chunks(data: memoryview, entry: FileEntry) -> list[int]:
+    """Indices of the chunks whose checksum does not match; none if the file has only one."""
+    step = entry.chunk_bytes
+    return [
+        index
+        for index, checksum in enumerate(entry.chunks)
+        if xxhash.xxh3_128_hexdigest(data[index * step : (index + 1) * step]) != checksum
+    ]
+
+
+def describe_chunks(bad: Sequence[int]) -> str:
+    """``" in chunk 3"``, the first few of them; empty if there is nothing to say."""
+    if not bad:
+        return ""
+    shown = ", ".join(str(index) for index in bad[:5])
+    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+    return f" in chunk{'s' if len(bad) > 1 else ''} {shown}{more}"
 
 
 def verify(storage: Storage, directory: str, *, manifest_digest: str = "") -> VerifyReport:

@@ -6,23 +6,19 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import replace
 
-import xxhash
-
+from perdure.checkpoint.image_files import ImageFiles, append_file
 from perdure.checkpoint.manifest import (
     MANIFEST,
+    STATE_FILE,
     FileEntry,
     Manifest,
     digest_of,
     directory_path,
 )
 from perdure.checkpoint.snapshot import Snapshot
-from perdure.checkpoint.verification import check_file
 from perdure.core.errors import DamagedError, StorageError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.storage_api import Storage
-
-PIECE_BYTES = 8 << 20
-"""Bytes hashed and handed to the storage at once."""
 
 
 def require_empty(storage: Storage, directory: str) -> None:
@@ -40,7 +36,9 @@ def require_empty(storage: Storage, directory: str) -> None:
         )
 
 
-def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Manifest, str]:
+def write(
+    storage: Storage, snapshot: Snapshot, faults: FaultHook, *, images: ImageFiles
+) -> tuple[Manifest, str]:
     """Write all files and the manifest; everything is durable on return.
 
     Order: every file under a temporary name, synced and renamed → directories synced → every file
@@ -54,23 +52,19 @@ def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Mani
         DamagedError: A file reads back differently from what was written.
     """
     root = directory_path(snapshot.manifest.name.directory)
-    files: dict[str, FileEntry] = {}
-    parts = _files(snapshot)
-    folders = _folders(root, parts)
+    folders = _folders(root, [*(image.path for image in snapshot.layout.images), STATE_FILE])
     for folder in folders:
         storage.make_dirs(folder)
-    for path, data in parts.items():
-        files[path] = _write_file(storage, f"{root}/{path}", data)
-        faults.reach(FaultPoint.CHECKPOINT_FILE_WRITTEN)
+    files = _write_files(storage, snapshot, faults, images=images)
     for folder in folders:
         storage.sync_dir(folder)
     for path, entry in files.items():
-        _verify_written(storage, root, path, entry)
+        _verify_written(images, root, path, entry)
     faults.reach(FaultPoint.CHECKPOINT_FILES_DURABLE)
     manifest = replace(snapshot.manifest, files=files)
     encoded = manifest.encode()
     temporary = _temporary(f"{root}/{MANIFEST}")
-    _append(storage, temporary, memoryview(encoded))
+    append_file(storage, temporary, memoryview(encoded))
     faults.reach(FaultPoint.MANIFEST_WRITTEN)
     storage.rename(temporary, f"{root}/{MANIFEST}")
     faults.reach(FaultPoint.MANIFEST_RENAMED)
@@ -78,9 +72,24 @@ def write(storage: Storage, snapshot: Snapshot, faults: FaultHook) -> tuple[Mani
     return manifest, digest_of(encoded)
 
 
-def _files(snapshot: Snapshot) -> dict[str, memoryview]:
-    parts = {image.path: snapshot.arena.file_bytes(image) for image in snapshot.layout.images}
-    return parts | {path: memoryview(data) for path, data in snapshot.small_files.items()}
+def _write_files(
+    storage: Storage, snapshot: Snapshot, faults: FaultHook, *, images: ImageFiles
+) -> dict[str, FileEntry]:
+    root = directory_path(snapshot.manifest.name.directory)
+    files: dict[str, FileEntry] = {}
+
+    def rename(path: str) -> None:
+        storage.rename(_temporary(f"{root}/{path}"), f"{root}/{path}")
+        faults.reach(FaultPoint.CHECKPOINT_FILE_WRITTEN)
+
+    for image in snapshot.layout.images:
+        temporary = _temporary(f"{root}/{image.path}")
+        files[image.path] = images.write(temporary, snapshot.arena, image)
+        rename(image.path)
+    for path, data in snapshot.small_files.items():
+        files[path] = append_file(storage, _temporary(f"{root}/{path}"), memoryview(data))
+        rename(path)
+    return files
 
 
 def _folders(root: str, paths: Iterable[str]) -> list[str]:
@@ -94,35 +103,13 @@ def _folders(root: str, paths: Iterable[str]) -> list[str]:
     return sorted(folders, key=lambda folder: (-folder.count("/"), folder))
 
 
-def _write_file(storage: Storage, path: str, data: memoryview) -> FileEntry:
-    temporary = _temporary(path)
-    checksum = _append(storage, temporary, data)
-    storage.rename(temporary, path)
-    return FileEntry(data.nbytes, checksum)
-
-
-def _append(storage: Storage, path: str, data: memoryview) -> str:
-    """Write a new file durably, hashing on the way; the checksum is that of the memory."""
-    state = xxhash.xxh3_128()
-    file = storage.create_append(path)
-    try:
-        for start in range(0, data.nbytes, PIECE_BYTES):
-            piece = data[start : start + PIECE_BYTES]
-            state.update(piece)
-            file.append([piece])
-        file.sync()
-    finally:
-        file.close()
-    return state.hexdigest()
-
-
 def _temporary(path: str) -> str:
     folder, name = posixpath.split(path)
     return f"{folder}/.tmp-{name}"
 
 
-def _verify_written(storage: Storage, root: str, file: str, entry: FileEntry) -> None:
-    problem = check_file(storage, root, file, entry)
+def _verify_written(images: ImageFiles, root: str, file: str, entry: FileEntry) -> None:
+    problem = images.check(root, file, entry)
     if problem is not None:
         raise DamagedError(
             f"reads back wrong right after it was written ({problem.reason})",

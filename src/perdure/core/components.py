@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,5 +38,18 @@ class Checkpointable(Protocol):
 
         Raises:
             ValueError: The state does not fit (missing or extra name, wrong shape or dtype).
+        """
+        ...
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """A component that says when its state changes, so that no torn copy of it is ever saved."""
+
+    @property
+    def state_version(self) -> int:
+        """Even while nothing changes, odd during a change, never the same again after one.
+
+        It is read before and after the copy. :class:`perdure.checkpoint.ChangeCounter` counts so.
         """
         ...

@@ -15,6 +15,7 @@ FIELDS = MappingProxyType(
         "checkpoint_staged": ("step", "blocked_ms", "bytes"),
         "checkpoint_committed": ("step", "name", "write_ms", "bytes"),
         "checkpoint_skipped": ("step", "reason"),
+        "checkpoint_writer_lost": ("reason", "replacement"),
         "checkpoint_failed": ("step", "name", "error"),
         "checkpoint_damaged": ("name", "file", "reason"),
         "checkpoint_collected": ("names",),

@@ -13,7 +13,7 @@ def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     """Stage after ``step`` every N steps or T seconds, whichever comes first.
 
     Steps 0 and the last are always due, and waited for. The others become durable in the
-    background, and one is skipped when both arenas are busy.
+    background, and one is skipped when all arenas are busy.
     """
     if _is_saved(ctx, "train", step):
         return

@@ -1,0 +1,223 @@
+"""Three ways to get the image of a file onto the disk and to check that it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator
+from typing import Literal, Protocol
+
+import xxhash
+
+from perdure.checkpoint.arena import Arena
+from perdure.checkpoint.layout import FileImage
+from perdure.checkpoint.manifest import FileEntry
+from perdure.checkpoint.verification import FileProblem, check_file, describe_chunks
+from perdure.core.errors import StorageError
+from perdure.core.events import EventSink
+from perdure.core.storage_api import Storage
+from perdure.storage import PosixStorage, bulk
+from perdure.storage.bulk_process import BulkProcess, BulkProcessLost
+from perdure.storage.refusals import refusal
+
+WriterKind = Literal["auto", "process", "thread"]
+
+PROCESS_FROM_BYTES = 64 << 20
+"""What a checkpoint must weigh before ``auto`` thinks a process of its own worth it."""
+
+
+class ImageFiles(Protocol):
+    """Used by the thread that saves."""
+
+    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+        """Create a file; its content is durable on return, its name is not.
+
+        Raises:
+            StorageError: The storage refused; a part of the file may be there.
+        """
+        ...
+
+    def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
+        """What is wrong with a file just written, if anything."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def image_files(
+    storage: Storage, *, writer: WriterKind, stall_s: float, events: EventSink
+) -> ImageFiles:
+    """The best way for this storage and the writer asked for."""
+    if not isinstance(storage, PosixStorage) or sys.platform != "linux":
+        return StorageFiles(storage)
+    if writer == "thread":
+        return DirectFiles(storage)
+    return ProcessFiles(storage, stall_s=stall_s, events=events)
+
+
+def share_from(writer: WriterKind) -> int | None:
+    """The size from which an arena is to be mapped by another process."""
+    return {"auto": PROCESS_FROM_BYTES, "process": 0, "thread": None}[writer]
+
+
+class StorageFiles:
+    """Through the storage's own methods: for everything that is no disk of Linux."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+        return append_file(self._storage, path, arena.file_bytes(image))
+
+    def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
+        return check_file(self._storage, root, file, entry)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class DirectFiles:
+    """Past the page cache, in the thread that saves."""
+
+    def __init__(self, storage: PosixStorage) -> None:
+        self._storage = storage
+
+    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+        with _refusing("write", path):
+            sums = bulk.write_image(self._full(path), arena.file_blocks(image), image.size)
+        return entry_of(image.size, sums)
+
+    def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
+        path = f"{root}/{file}"
+        if not has_size(self._storage, path, entry):
+            return check_file(self._storage, root, file, entry)
+        with _refusing("read", path):
+            bad = bulk.check_image(self._full(path), entry.bytes, _chunk_sums(entry))
+        return _problem(file, bad, entry)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _full(self, path: str) -> str:
+        return str(self._storage.root / path)
+
+
+class ProcessFiles:
+    """Past the page cache, in a process of its own that shares the arenas.
+
+    A process that dies or hangs is replaced, and what it was doing is done once more; one that
+    cannot even be started is done without. What lies in an arena that is not shared is written
+    by the thread that saves.
+
+    Args:
+        storage: The run's storage.
+        stall_s: Longest time without a sign of life.
+        events: Receives ``checkpoint_writer_lost``.
+    """
+
+    def __init__(self, storage: PosixStorage, *, stall_s: float, events: EventSink) -> None:
+        self._storage = storage
+        self._direct = DirectFiles(storage)
+        self._events = events
+        self._process = BulkProcess(stall_s=stall_s)
+        self._usable = True
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return self._process.pid
+
+    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+        full = str(self._storage.root / path)
+        for _ in range(2):
+            memory = arena.shared
+            if memory is None or not self._usable:
+                return self._direct.write(path, arena, image)
+            try:
+                with _refusing("write", path):
+                    sums = self._process.write(full, memory, image.arena_offset, image.size)
+                return entry_of(image.size, sums)
+            except BulkProcessLost as lost:
+                self._lost(lost)
+                # Whoever may still write to it has lost its name.
+                self._storage.remove(path)
+        raise _gave_up(path)
+
+    def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
+        path = f"{root}/{file}"
+        full = str(self._storage.root / path)
+        for _ in range(2):
+            if self._process.pid is None or not has_size(self._storage, path, entry):
+                return self._direct.check(root, file, entry)
+            try:
+                with _refusing("read", path):
+                    bad = self._process.check(full, entry.bytes, _chunk_sums(entry))
+                return _problem(file, bad, entry)
+            except BulkProcessLost as lost:
+                self._lost(lost)
+        raise _gave_up(path)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _lost(self, lost: BulkProcessLost) -> None:
+        self._usable = lost.started
+        replacement = "another one" if lost.started else "a thread"
+        self._events("checkpoint_writer_lost", {"reason": str(lost), "replacement": replacement})
+
+
+def append_file(storage: Storage, path: str, data: memoryview) -> FileEntry:
+    """Write a new file durably, hashing on the way; the checksums are those of the memory."""
+    whole, chunks = xxhash.xxh3_128(), list[str]()
+    file = storage.create_append(path)
+    try:
+        for start in range(0, data.nbytes, bulk.CHUNK_BYTES):
+            piece = data[start : start + bulk.CHUNK_BYTES]
+            whole.update(piece)
+            chunks.append(xxhash.xxh3_128(piece).hexdigest())
+            file.append([piece])
+        file.sync()
+    finally:
+        file.close()
+    return entry_of(data.nbytes, bulk.ImageSums(whole.hexdigest(), tuple(chunks)))
+
+
+def entry_of(size: int, sums: bulk.ImageSums) -> FileEntry:
+    """How the manifest lists a file; the one chunk of a small one is the file itself."""
+    if len(sums.chunks) < 2:
+        return FileEntry(size, sums.checksum)
+    return FileEntry(size, sums.checksum, bulk.CHUNK_BYTES, sums.chunks)
+
+
+def has_size(storage: Storage, path: str, entry: FileEntry) -> bool:
+    """Whether the file is there and as long as it should be."""
+    return storage.exists(path) and storage.size(path) == entry.bytes
+
+
+def _chunk_sums(entry: FileEntry) -> tuple[str, ...]:
+    return entry.chunks or (entry.checksum,)
+
+
+def _problem(file: str, bad: list[int], entry: FileEntry) -> FileProblem | None:
+    if not bad:
+        return None
+    where = describe_chunks(bad) if entry.chunks else ""
+    return FileProblem(file, "checksum does not match" + where)
+
+
+@contextlib.contextmanager
+def _refusing(action: str, path: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise refusal(action, where=path, error=error) from error
+
+
+def _gave_up(path: str) -> StorageError:
+    return StorageError(
+        "the writer process was lost twice",
+        where=path,
+        rule="a save is tried once more, then it counts as failed; training goes on",
+        way_out="look at the memory and the disk, or set the writer to thread",
+    )

@@ -1,0 +1,49 @@
+"""Bounds of the checkpoint engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from perdure.checkpoint.image_files import WriterKind
+from perdure.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """Bounds of the engine.
+
+    Attributes:
+        keep: Newest checkpoints that stay; 2 leaves one to fall back to.
+        commit_timeout_s: Longest wait for the ledger's acknowledgement.
+        must_timeout_s: Longest wait for a save that must succeed, and for closing.
+        arenas: 2: one is filled while the other is written. 1 takes half the memory; a save that
+            is due while the one before is still being written is skipped.
+        writer: ``process`` writes from a process of its own, ``thread`` from one of this process;
+            ``auto`` starts a process for large checkpoints only. What is not on a local disk of
+            Linux is always written by a thread.
+        stall_timeout_s: A writer process without a sign of life for so long is replaced.
+    """
+
+    keep: int = 2
+    commit_timeout_s: float = 60.0
+    must_timeout_s: float = 600.0
+    arenas: Literal[1, 2] = 2
+    writer: WriterKind = "auto"
+    stall_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ConfigError(
+                f"is {self.keep}",
+                where="checkpoint.keep",
+                rule="at least 1: the last verified checkpoint is never deleted",
+                way_out="set it to 2",
+            )
+        if self.arenas not in (1, 2):
+            raise ConfigError(
+                f"is {self.arenas}",
+                where="checkpoint.arenas",
+                rule="1 or 2 copies of the state fit into memory while one is written",
+                way_out="set it to 2, or to 1 to save memory",
+            )

@@ -1,0 +1,310 @@
+"""Saves on a real disk: by a thread, by a process, by one that is lost, with one arena or two."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from perdure.checkpoint import (
+    ArraysComponent,
+    ChangeCounter,
+    CheckpointEngine,
+    CheckpointOptions,
+    MemoryLedger,
+    Registry,
+    StagedInfo,
+)
+from perdure.checkpoint.image_files import ProcessFiles
+from perdure.checkpoint.torch_components import ModuleComponent
+from perdure.core.clock import SystemClock
+from perdure.core.components import ComponentState
+from perdure.core.errors import ConfigError, StorageError
+from perdure.core.faults import FaultPoint, NoFaults
+from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
+from perdure.storage import MemoryStorage, PosixStorage, bulk
+
+ONE = IncarnationNumber(1)
+WAIT_S = 20.0
+ELEMENTS = (2 * bulk.CHUNK_BYTES + 12) // 4
+
+
+class AtPoint:
+    """Does something each time a fault point is reached."""
+
+    def __init__(self, point: FaultPoint, act: Callable[[], None]) -> None:
+        self._point, self._act = point, act
+
+    def reach(self, point: FaultPoint) -> None:
+        if point is self._point:
+            self._act()
+
+
+class Rig:
+    """An engine over two files of tensors, the first of three chunks."""
+
+    def __init__(self, storage: Any, **options: Any) -> None:
+        self.weights = {"w": np.arange(ELEMENTS, dtype=np.float32)}
+        self.module = torch.nn.Linear(3, 2)
+        self.registry = Registry()
+        self.registry.register("policy", ArraysComponent(self.weights), kind="model")
+        self.registry.register("value", ModuleComponent(self.module), kind="model")
+        self.ledger = MemoryLedger()
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self.engine = CheckpointEngine(
+            storage,
+            registry=self.registry,
+            ledger=self.ledger,
+            clock=SystemClock(),
+            faults=NoFaults(),
+            events=lambda name, fields: self.events.append((name, fields)),
+            options=CheckpointOptions(**options),
+        )
+
+    def stage(self, step: int, *, must: bool = False) -> bool:
+        info = StagedInfo(LogPosition(ONE, 0, step), {}, {}, "ppo", "", "")
+        return self.engine.stage(CheckpointName("train", step, ONE), info=info, must=must)
+
+    def said(self, name: str) -> list[dict[str, object]]:
+        return [fields for event, fields in self.events if event == name]
+
+    def pid(self) -> int:
+        files = self.engine._images
+        assert isinstance(files, ProcessFiles)
+        assert files.pid is not None
+        return files.pid
+
+
+@pytest.mark.parametrize("writer", ["process", "thread", "auto"])
+def test_whoever_writes_the_same_comes_back(tmp_path: Path, writer: str) -> None:
+    rig = Rig(PosixStorage(tmp_path), writer=writer)
+    for step in range(3):
+        rig.weights["w"][:] = step
+        with torch.no_grad():
+            rig.module.weight.fill_(step)
+        assert rig.stage(step, must=True)
+    started = writer == "process"
+    if started:
+        assert rig.pid() > 0
+    choice = rig.engine.choose(rig.ledger.committed())
+    rig.weights["w"].fill(-1)
+    with torch.no_grad():
+        rig.module.weight.fill_(-1)
+    rig.engine.restore(choice)
+    assert np.all(rig.weights["w"] == 2)
+    assert torch.all(rig.module.weight == 2)
+    rig.engine.close()
+    assert rig.engine.arena_bytes == 0
+    entry = choice.manifest.files["model/policy.safetensors"]
+    assert (entry.chunk_bytes, len(entry.chunks)) == (bulk.CHUNK_BYTES, 3)
+    assert choice.manifest.files["model/value.safetensors"].chunks == ()
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_memory_is_known_beforehand_and_in_the_manifest(tmp_path: Path) -> None:
+    for arenas in (1, 2):
+        rig = Rig(PosixStorage(tmp_path / str(arenas)), arenas=arenas)
+        held = rig.engine.reserve()
+        assert rig.stage(1, must=True)
+        assert rig.stage(2, must=True)
+        assert rig.engine.arena_bytes == held
+        manifest = rig.engine.choose(rig.ledger.committed()).manifest
+        assert manifest.arenas == arenas
+        assert manifest.arenas * manifest.arena_bytes == held
+        rig.engine.close()
+    with pytest.raises(ConfigError, match="arenas"):
+        CheckpointOptions(arenas=3)  # type: ignore[arg-type]
+
+
+def test_one_arena_skips_while_it_is_written() -> None:
+    rig = Rig(MemoryStorage(), arenas=1)
+    opened = threading.Event()
+    rig.engine.faults = AtPoint(
+        FaultPoint.CHECKPOINT_FILES_DURABLE, lambda: assert_true(opened.wait(WAIT_S))
+    )
+    assert rig.stage(1)
+    assert not rig.stage(2)
+    opened.set()
+    assert rig.engine.wait(WAIT_S)
+    assert rig.stage(3, must=True)
+    assert rig.engine.skipped == 1
+    rig.engine.close()
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_writer_lost_in_the_middle_is_replaced_and_the_save_committed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    rig = Rig(PosixStorage(tmp_path), writer="process", stall_timeout_s=1.0)
+    assert rig.stage(1, must=True)
+    lost = rig.pid()
+    left = [number]
+
+    def strike_once() -> None:
+        if left:
+            os.kill(lost, left.pop())
+
+    rig.engine.faults = AtPoint(FaultPoint.CHECKPOINT_FILE_WRITTEN, strike_once)
+    assert rig.stage(2, must=True)
+    (event,) = rig.said("checkpoint_writer_lost")
+    assert event["replacement"] == "another one"
+    assert rig.pid() != lost
+    assert rig.engine.verify(rig.ledger.committed()[-1].directory).ok
+    rig.engine.close()
+
+
+def test_a_writer_lost_again_and_again_fails_the_save_and_not_the_next(tmp_path: Path) -> None:
+    rig = Rig(PosixStorage(tmp_path), writer="process")
+    assert rig.stage(1, must=True)
+    process = rig.engine._images._process  # type: ignore[attr-defined]
+    ask = process._ask
+
+    def dies_on_the_job(job: dict[str, Any], **more: Any) -> dict[str, Any]:
+        if job["do"] == "write":
+            os.kill(rig.pid(), signal.SIGKILL)
+        return ask(job, **more)
+
+    process._ask = dies_on_the_job
+    assert rig.stage(2)
+    assert rig.engine.wait(WAIT_S)
+    assert isinstance(rig.engine.last_error, StorageError)
+    assert len(rig.said("checkpoint_writer_lost")) == 2
+    assert [record.step for record in rig.ledger.committed()] == [1]
+    del process._ask
+    assert rig.stage(3, must=True)
+    rig.engine.close()
+
+
+def test_without_a_process_a_thread_writes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    rig = Rig(PosixStorage(tmp_path), writer="process")
+    assert rig.stage(1, must=True)
+    assert rig.stage(2, must=True)
+    (event,) = rig.said("checkpoint_writer_lost")
+    assert event["replacement"] == "a thread"
+    rig.engine.close()
+
+
+def test_verification_names_the_chunk(tmp_path: Path) -> None:
+    rig = Rig(PosixStorage(tmp_path))
+    assert rig.stage(1, must=True)
+    rig.engine.close()
+    directory = rig.ledger.committed()[0].directory
+    path = tmp_path / "checkpoints" / directory / "model/policy.safetensors"
+    data = bytearray(path.read_bytes())
+    data[bulk.CHUNK_BYTES * 2 + 3] ^= 4
+    path.write_bytes(data)
+    (problem,) = rig.engine.verify(directory).problems
+    assert problem.file == "model/policy.safetensors"
+    assert problem.reason == "checksum does not match in chunk 2"
+
+
+def test_bytes_that_the_disk_loses_are_found_before_the_commit(tmp_path: Path) -> None:
+    rig = Rig(PosixStorage(tmp_path), writer="thread")
+    directory = CheckpointName("train", 1, ONE).directory
+    path = tmp_path / "checkpoints" / directory / "model/policy.safetensors"
+
+    def lose_a_byte() -> None:
+        if path.exists():
+            with path.open("r+b") as file:
+                file.seek(bulk.CHUNK_BYTES)
+                file.write(b"\xff\xfe\xfd\xfc")
+                os.fsync(file.fileno())
+
+    rig.engine.faults = AtPoint(FaultPoint.CHECKPOINT_FILE_WRITTEN, lose_a_byte)
+    assert rig.stage(1)
+    assert rig.engine.wait(WAIT_S)
+    assert "in chunk 1" in str(rig.engine.last_error)
+    assert not rig.ledger.committed()
+    rig.engine.close()
+
+
+class Counted:
+    """A component that says when it changes; its state is read by a function of the test."""
+
+    schema_version = 1
+
+    def __init__(self, read: Callable[[], dict[str, Any]]) -> None:
+        self.counter = ChangeCounter()
+        self._read = read
+
+    @property
+    def state_version(self) -> int:
+        return self.counter.value
+
+    def state(self) -> ComponentState:
+        return ComponentState(tensors=self._read())
+
+    def load(self, state: ComponentState, schema_version: int) -> None:
+        del state, schema_version
+
+
+def test_a_state_in_the_middle_of_a_change_is_not_copied() -> None:
+    rig = Rig(MemoryStorage())
+    counted = Counted(lambda: {"a": np.zeros(2)})
+    rig.registry.register("counted", counted, kind="tensors")
+    with counted.counter.changing():
+        assert not rig.stage(1)
+        with counted.counter.changing():
+            assert not rig.stage(2)
+        assert not rig.stage(3)
+    assert rig.stage(4, must=True)
+    assert rig.engine.torn == 3
+    reasons = {fields["reason"] for fields in rig.said("checkpoint_skipped")}
+    assert reasons == {"changed while it was copied: counted"}
+    rig.engine.close()
+
+
+def test_a_change_during_the_copy_is_noticed_and_must_tries_again() -> None:
+    rig = Rig(MemoryStorage())
+
+    def changed_meanwhile() -> dict[str, Any]:
+        if left:
+            with counted.counter.changing():
+                left.pop()
+        return {"a": np.zeros(2)}
+
+    left = [1, 2]
+    counted = Counted(changed_meanwhile)
+    rig.registry.register("counted", counted, kind="tensors")
+    assert not rig.stage(1)
+    assert rig.stage(2, must=True)
+    left += range(100)
+    with pytest.raises(StorageError, match="changed during each of"):
+        rig.stage(3, must=True)
+    assert [record.step for record in rig.ledger.committed()] == [2]
+    rig.engine.close()
+
+
+def test_torchs_own_counter_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(MemoryStorage())
+    tensor = torch.zeros(3)
+    with torch.inference_mode():
+        uncounted = torch.zeros(3)
+    rig.registry.register(
+        "plain", Counted(lambda: {"t": tensor, "uncounted": uncounted}), kind="tensors"
+    )
+    fill = type(rig.engine._arenas[0]).fill
+
+    def filled_while_training(*args: Any) -> None:
+        fill(*args)
+        tensor.add_(1)
+
+    monkeypatch.setattr("perdure.checkpoint.arena.Arena.fill", filled_while_training)
+    assert not rig.stage(1)
+    monkeypatch.undo()
+    assert rig.stage(2, must=True)
+    assert rig.engine.torn == 1
+    rig.engine.close()

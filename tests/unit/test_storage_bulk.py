@@ -1,0 +1,215 @@
+"""Writing and checking large files past the page cache, in this process and in another one."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from perdure.storage import bulk
+from perdure.storage.bulk_process import BulkProcess, BulkProcessLost, SharedMemory
+
+WAIT_S = 20.0
+SIZES = [0, 1, 4095, 4096, bulk.CHUNK_BYTES, 2 * bulk.CHUNK_BYTES + 5]
+
+
+class Shared:
+    """Random bytes in memory that another process can map."""
+
+    def __init__(self, key: int, size: int = 2 * bulk.CHUNK_BYTES + 3 * bulk.ALIGNMENT) -> None:
+        descriptor = os.memfd_create("test")
+        os.ftruncate(descriptor, size)
+        self.map = mmap.mmap(descriptor, size)
+        self.map[:] = np.random.default_rng(key).bytes(size)
+        self.memory = SharedMemory(key, descriptor, size)
+
+    def close(self) -> None:
+        self.map.close()
+        os.close(self.memory.descriptor)
+
+
+@pytest.fixture
+def shared() -> Generator[Shared]:
+    memory = Shared(1)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def process() -> Generator[BulkProcess]:
+    started = BulkProcess(stall_s=WAIT_S)
+    yield started
+    started.close()
+
+
+def sums_of(data: bytes) -> bulk.ImageSums:
+    starts = range(0, len(data), bulk.CHUNK_BYTES)
+    chunks = [xxhash.xxh3_128_hexdigest(data[i : i + bulk.CHUNK_BYTES]) for i in starts]
+    return bulk.ImageSums(xxhash.xxh3_128_hexdigest(data), tuple(chunks))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_file_holds_the_bytes_and_no_more(
+    tmp_path: Path, shared: Shared, size: int, direct: bool
+) -> None:
+    beats: list[int] = []
+    path = tmp_path / "image"
+    with memoryview(shared.map) as memory:
+        # Memory that ends with the file cannot be written in whole blocks.
+        data = memory[: bulk.aligned(size) if direct else size]
+        sums = bulk.write_image(str(path), data, size, progress=lambda: beats.append(1))
+        data.release()
+    assert path.read_bytes() == shared.map[:size]
+    assert sums == sums_of(shared.map[:size])
+    assert len(beats) == len(sums.chunks)
+    assert bulk.check_image(str(path), size, sums.chunks) == []
+
+
+def test_memory_that_the_kernel_refuses_goes_through_the_page_cache(
+    tmp_path: Path, shared: Shared
+) -> None:
+    size = bulk.CHUNK_BYTES + 7
+    with memoryview(shared.map) as memory, memory[1:] as data:
+        sums = bulk.write_image(str(tmp_path / "image"), data, size)
+    assert (tmp_path / "image").read_bytes() == shared.map[1 : 1 + size]
+    assert sums == sums_of(shared.map[1 : 1 + size])
+
+
+def test_a_check_names_the_chunks_that_are_wrong(tmp_path: Path, shared: Shared) -> None:
+    path, size = tmp_path / "image", 2 * bulk.CHUNK_BYTES + 5
+    with memoryview(shared.map) as memory:
+        sums = bulk.write_image(str(path), memory, size)
+    with path.open("r+b") as file:
+        file.seek(bulk.CHUNK_BYTES + 1)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+        os.fsync(file.fileno())
+    assert bulk.check_image(str(path), size, sums.chunks) == [1]
+    os.truncate(path, size - 1)
+    assert bulk.check_image(str(path), size, sums.chunks) == [1, 2]
+
+
+def test_a_file_that_exists_is_never_written_into(
+    tmp_path: Path, shared: Shared, process: BulkProcess
+) -> None:
+    path = tmp_path / "image"
+    path.write_bytes(b"kept")
+    with memoryview(shared.map) as memory, pytest.raises(FileExistsError):
+        bulk.write_image(str(path), memory, 10)
+    with pytest.raises(FileExistsError):
+        process.write(str(path), shared.memory, 0, 10)
+    with pytest.raises(OSError, match=os.strerror(errno.ENOENT)):
+        process.write(str(tmp_path / "absent/image"), shared.memory, 0, 10)
+    assert path.read_bytes() == b"kept"
+
+
+def test_the_process_writes_and_checks_what_lies_in_shared_memory(
+    tmp_path: Path, process: BulkProcess
+) -> None:
+    memories = [Shared(key) for key in (1, 2, 3)]
+    for turn, memory in enumerate([*memories, *memories]):
+        path, offset, size = str(tmp_path / f"{turn}"), 4096, bulk.CHUNK_BYTES + 1 + turn
+        expected = memory.map[offset : offset + size]
+        sums = process.write(path, memory.memory, offset, size)
+        assert sums == sums_of(expected)
+        assert Path(path).read_bytes() == expected
+        assert process.check(path, size, sums.chunks) == []
+        assert process.check(path, size, [sums.chunks[1], sums.chunks[1]]) == [0]
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert maps.count("memfd:test") == 2
+    for memory in memories:
+        memory.close()
+
+
+def test_the_process_starts_without_numpy_and_torch(
+    tmp_path: Path, shared: Shared, process: BulkProcess
+) -> None:
+    process.write(str(tmp_path / "image"), shared.memory, 0, 1)
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "xxhash" in maps
+    assert "numpy" not in maps
+    assert "torch" not in maps
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_hangs_is_noticed_and_replaced(
+    tmp_path: Path, shared: Shared, number: signal.Signals
+) -> None:
+    process = BulkProcess(stall_s=0.5)
+    process.write(str(tmp_path / "first"), shared.memory, 0, 4096)
+    first = process.pid
+    assert first is not None
+    os.kill(first, number)
+    with pytest.raises(BulkProcessLost) as lost:
+        process.write(str(tmp_path / "second"), shared.memory, 0, 4096)
+    assert lost.value.started
+    assert process.pid is None
+    assert not Path(f"/proc/{first}").exists()
+    process.write(str(tmp_path / "third"), shared.memory, 0, 4096)
+    assert process.pid not in (None, first)
+    process.close()
+
+
+def test_a_process_that_cannot_be_started_is_told_apart(
+    tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for executable in (str(tmp_path / "absent"), "/bin/false"):
+        monkeypatch.setattr(sys, "executable", executable)
+        process = BulkProcess(stall_s=WAIT_S)
+        with pytest.raises(BulkProcessLost) as lost:
+            process.write(str(tmp_path / "image"), shared.memory, 0, 1)
+        assert not lost.value.started
+
+
+PARENT = """
+import mmap, os, sys, time
+from perdure.storage.bulk_process import BulkProcess, SharedMemory
+descriptor = os.memfd_create("parent")
+os.ftruncate(descriptor, 4096)
+process = BulkProcess(stall_s=20)
+process.write(sys.argv[1], SharedMemory(1, descriptor, 4096), 0, 4096)
+sibling = os.fork()
+if sibling == 0:
+    time.sleep(60)
+    os._exit(0)
+print(process.pid, sibling, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_process_dies_with_its_parent_whoever_else_holds_the_socket(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "image")], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child, sibling = (int(word) for word in parent.stdout.readline().split())
+    assert Path(f"/proc/{child}").exists()
+    parent.kill()
+    parent.wait(WAIT_S)
+    deadline_s = time.monotonic() + WAIT_S
+    while _runs(child) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not _runs(child)
+    assert _runs(sibling)
+    os.kill(sibling, signal.SIGKILL)
+    parent.stdout.close()
+
+
+def _runs(pid: int) -> bool:
+    """Neither gone nor a zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
