@@ -9,6 +9,8 @@ commit. They are measured twice: with a transaction for each group, which is wha
 that needs each group acknowledged, and with transactions of 64 groups put together by hand. They
 take turns, each round in a new directory of the same disk; the best of the rounds counts.
 
+* From a worker: the same from another process, which generated the trajectories and gets them
+  acknowledged over a socket; CPU time is that of both processes.
 * SQLite: WAL, synchronous=FULL, one row per trajectory.
 * LMDB: synchronous transactions, one value per trajectory; it has no checksums.
 
@@ -50,7 +52,9 @@ from perdure.experience import (
     ExperienceStore,
     FinishedSession,
     LogOptions,
+    RemoteStore,
     RunInfo,
+    StoreServer,
     claim_experience,
     create_run,
 )
@@ -59,6 +63,7 @@ from perdure.storage import MemoryStorage, PosixStorage
 SESSIONS = 8
 PROMPT_TOKENS = 64
 RESPONSE_TOKENS = 640
+RUN_ID = "0" * 32
 
 Groups = Sequence[Sequence[Trajectory]]
 
@@ -89,6 +94,10 @@ def trajectory(group: int, index: int) -> Trajectory:
     )
 
 
+def generated(groups: int) -> Groups:
+    return [[trajectory(group, index) for index in range(SESSIONS)] for group in range(groups)]
+
+
 def submitted(group: int) -> Submitted:
     return Submitted(
         GroupId(group),
@@ -105,7 +114,7 @@ def submitted(group: int) -> Submitted:
 def open_store(directory: Path, groups: int) -> ExperienceStore:
     """A new run with so many pending groups."""
     storage = PosixStorage(directory)
-    create_run(storage, RunInfo("0" * 32, 0.0))
+    create_run(storage, RunInfo(RUN_ID, 0.0))
     store = claim_experience(storage, clock=SystemClock(), faults=NoFaults()).start()
     store.submit([submitted(group) for group in range(groups)])
     store.flush(60)
@@ -125,7 +134,61 @@ def append_to_perdure(directory: Path, groups: Groups) -> Figure:
     return figure
 
 
-def finish(store: ExperienceStore, group: int, sessions: Sequence[Trajectory]) -> None:
+class Worker:
+    """Another process with the same trajectories; it appends them to one store after another."""
+
+    def __init__(self, groups: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "--work", str(groups)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def append(self, directory: Path, groups: Groups) -> Figure:
+        """What it takes from its first append to its last acknowledgement."""
+        store = open_store(directory, len(groups))
+        with tempfile.TemporaryDirectory() as sockets:
+            path = Path(sockets) / "store"
+            server = StoreServer(store, path)
+            self._ask(str(path))
+            answers: list[str] = []
+            figure = measured(lambda: answers.append(self._ask("append")), directory)
+            seconds, cpu_s = map(float, answers[0].split())
+            server.close()
+        store.close("measured")
+        return Figure(seconds, figure.cpu_s + cpu_s, figure.bytes)
+
+    def close(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return self._process.stdout.readline()
+
+
+def work(groups: Groups) -> None:
+    """Be a :class:`Worker`: a line with a path, an answer, a line to start, the figures."""
+    for path in sys.stdin:
+        store = RemoteStore(Path(path.strip()), run_id=RUN_ID, clock=SystemClock())
+        print("connected", flush=True)
+        sys.stdin.readline()
+        started_s, cpu_s = time.perf_counter(), time.process_time()
+        for number, sessions in enumerate(groups):
+            finish(store, number, sessions)
+        store.flush(600)
+        seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        print(seconds, cpu_s, flush=True)
+        store.close()
+
+
+def finish(
+    store: ExperienceStore | RemoteStore, group: int, sessions: Sequence[Trajectory]
+) -> None:
     """Log all sessions of a group, and that it is finished."""
     finished = [FinishedSession(one, 1.0, {"correct": 1.0}) for one in sessions]
     settled = GroupSettled(GroupId(group), GroupOutcome.FINISHED)
@@ -188,8 +251,10 @@ def measured(work: Callable[[], None], directory: Path) -> Figure:
 
 def compare_appending(groups: Groups, rounds: int) -> dict[str, Figure]:
     """The best figure of every store; those that are not installed are left out."""
+    worker = Worker(len(groups))
     stores: dict[str, Callable[[Path, Groups], Figure]] = {
         "perdure": append_to_perdure,
+        "perdure, from a worker": worker.append,
         "SQLite, each group": partial(append_to_sqlite, together=1),
         "SQLite, 64 groups": partial(append_to_sqlite, together=64),
         "LMDB, each group": partial(append_to_lmdb, together=1),
@@ -206,6 +271,7 @@ def compare_appending(groups: Groups, rounds: int) -> dict[str, Figure]:
             os.sync()
             if name not in best or figure.seconds < best[name].seconds:
                 best[name] = figure
+    worker.close()
     return best
 
 
@@ -277,15 +343,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument("--write-until-killed", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.work:
+        work(generated(arguments.work))
+        return
     if arguments.write_until_killed:
         directory, megabytes = arguments.write_until_killed
         write_until_killed(Path(directory), int(megabytes))
     count = arguments.trajectories // SESSIONS * SESSIONS
-    groups = [
-        [trajectory(group, index) for index in range(SESSIONS)]
-        for group in range(count // SESSIONS)
-    ]
+    groups = generated(count // SESSIONS)
     figures = show_appending(compare_appending(groups, arguments.rounds), count)
     seconds, megabytes = reopen(arguments.megabytes, arguments.rounds)
     print(f"reopen {megabytes:.0f} MB, hashed, sealed and folded: {seconds:.2f} s")
