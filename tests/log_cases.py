@@ -34,7 +34,7 @@ from perdure.experience.claims import (
     newest_started,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.payloads import Payload, PayloadReader, trajectories_payload
+from perdure.experience.payloads import Payload, PayloadReader, columns_payload, trajectory_columns
 from perdure.experience.reader import LineageLog, read_lineage
 from perdure.experience.writer import LogOptions, LogWriter
 
@@ -133,7 +133,12 @@ def sessions_done(groups: Sequence[int], tokens: int = 5) -> Entry:
 
 def payload_of(group: int) -> Payload:
     """The payload of that group's session, encoded."""
-    return trajectories_payload([trajectory(group)])
+    return payload_with([trajectory(group)])
+
+
+def payload_with(trajectories: Sequence[Trajectory]) -> Payload:
+    """The payload record of these trajectories."""
+    return columns_payload([trajectory_columns(trajectories)])
 
 
 def keys_of(record: ControlRecord | None) -> list[str]:

@@ -88,17 +88,26 @@ def test_those_that_counted_before_are_left_out(store: ExperienceStore) -> None:
     assert late <= end == store.position
 
 
-@pytest.mark.parametrize("error", [TrainingError, TypeError])
-def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
-    store: ExperienceStore, error: type[Exception]
-) -> None:
-    given = make.trajectory(0, 1)
+def _wrong_sessions() -> dict[str, FinishedSession]:
+    """What the error says of a session → the session."""
+    good = session(0, 1)
+    given = good.trajectory
     wide = dataclasses.replace(given, response_ids_T=given.response_ids_T.astype(np.int64))
-    wrong = session(0, 1, float("nan")) if error is TrainingError else session(0, 1)
-    if error is TypeError:
-        wrong = wrong._replace(trajectory=wide)
+    nothing = {n: getattr(given, n)[:0] for n in ("response_ids_T", "logprobs_T", "loss_mask_T")}
+    empty = dataclasses.replace(given, **nothing, segments=())
+    return {
+        "the reward is nan": session(0, 1, float("nan")),
+        "the response is empty": good._replace(trajectory=empty),
+        "int64": good._replace(trajectory=wide),
+    }
+
+
+@pytest.mark.parametrize(("message", "wrong"), _wrong_sessions().items())
+def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
+    store: ExperienceStore, message: str, wrong: FinishedSession
+) -> None:
     before = make.comparable(store.state)
-    with pytest.raises(error):
+    with pytest.raises((TrainingError, TypeError), match=message):
         store.sessions_done([session(0, 0), wrong])
     assert make.comparable(store.state) == before
     store.sessions_done([session(0, 0), session(0, 1)], settled=[SETTLED])

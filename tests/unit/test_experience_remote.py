@@ -166,7 +166,7 @@ def test_sessions_of_workers_and_of_the_own_process_share_a_record(
         ({"reward": float("nan")}, TrainingError),
         ({"parts": {"right": np.float32(1)}}, TypeError),
         ({"logprobs_T": np.zeros(4)}, TypeError),
-        ({"segments": ()}, ValueError),
+        ({"segments": ()}, TrainingError),
         ({"session": SessionId(GroupId(0), True)}, ValueError),
         ({"parts": {"right": None}}, ValueError),
     ],
@@ -218,7 +218,7 @@ def test_a_fenced_store_says_so_to_its_workers(storage: MemoryStorage, door: Doo
     first = worker.sessions_done([session(0, 0)])
     with pytest.raises(FencedError) as error:
         first.result(FLUSH_S)
-    assert "incarnation 1" in error.value.what
+    assert "incarnation 1" in error.value.where
     assert error.value.way_out
     worker.close()
     door.now = None

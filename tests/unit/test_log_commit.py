@@ -368,7 +368,7 @@ def test_log_fenced_writer_acknowledges_nothing_more() -> None:
     future = history.append(writer, [submitted(0)])
     newer = make_claim(storage.open_as_new_process(), take_over=True)
     assert newer.took_over
-    with pytest.raises(FencedError, match="incarnation 1 of this run has been fenced"):
+    with pytest.raises(FencedError, match="incarnation 1: this writer has been fenced"):
         writer.flush(FLUSH_S)
     assert isinstance(future.exception(), FencedError)
     with pytest.raises(FencedError):

@@ -15,6 +15,7 @@ from log_cases import (
     make_claim,
     make_run,
     open_writer,
+    payload_with,
     read_head,
     session_done,
     sessions_done,
@@ -36,7 +37,7 @@ from perdure.experience.format import (
     record_body,
     stamp_record,
 )
-from perdure.experience.payloads import PayloadReader, trajectories_payload
+from perdure.experience.payloads import PayloadReader
 from perdure.storage import MemoryStorage, PosixStorage
 
 STAMP = Stamp(incarnation=3, last_of_batch=True, lsn=9, durable_upto=128, other_durable_lsn=4)
@@ -181,7 +182,7 @@ def test_log_rows_of_a_record_are_its_sessions_in_order(tmp_path: Path) -> None:
 
 
 def test_log_trajectories_payload_is_the_documented_one() -> None:
-    payload = trajectories_payload([trajectory(7), trajectory(8, tokens=0)])
+    payload = payload_with([trajectory(7), trajectory(8, tokens=0)])
     assert payload.key == "trajectories/g7.s0"
     stamp_record(payload.record, STAMP)
     view = memoryview(payload.record)
@@ -211,10 +212,10 @@ def test_log_trajectories_payload_is_the_documented_one() -> None:
 def test_log_trajectory_of_another_byte_order_is_turned_round() -> None:
     given = trajectory(7)
     swapped = dataclasses.replace(given, prompt_ids_P=given.prompt_ids_P.astype(">i4"))
-    assert trajectories_payload([swapped]) == trajectories_payload([given])
+    assert payload_with([swapped]) == payload_with([given])
 
 
 def test_log_trajectory_of_another_type_is_refused() -> None:
     wide = dataclasses.replace(trajectory(7), prompt_ids_P=np.arange(3, dtype=np.int64))
     with pytest.raises(TypeError, match="int64"):
-        trajectories_payload([trajectory(6), wide])
+        payload_with([trajectory(6), wide])

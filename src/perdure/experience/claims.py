@@ -152,7 +152,10 @@ def claim(
     storage.sync_dir("")
     if run.run_id != run_id:
         raise DamagedError(
-            f"this is run {run.run_id}", where=RUN_FILE, rule=f"run {run_id} was expected"
+            f"this is run {run.run_id}",
+            where=RUN_FILE,
+            rule=f"run {run_id} was expected",
+            way_out=_COPY,
         )
     with contextlib.ExitStack() as stack:
         lock = storage.lock(LOCK_FILE)
@@ -176,6 +179,17 @@ def claim(
         parent = newest_started(storage, run_id=run_id, below=incarnation)
         stack.pop_all()
     return Claim(run, incarnation, parent, took_over=took_over, lock=lock)
+
+
+def is_held(storage: Storage) -> bool:
+    """Whether a live process holds the run, as far as kernel locks tell."""
+    lock = storage.lock(LOCK_FILE)
+    if lock is None:
+        return True
+    try:
+        return _is_held_by_taker(storage)
+    finally:
+        lock.release()
 
 
 def incarnation_path(incarnation: int) -> str:

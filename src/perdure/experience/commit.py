@@ -167,7 +167,8 @@ def require_unfenced(storage: Storage, incarnation: IncarnationNumber) -> None:
     """Raise ``FencedError`` if an incarnation above this one exists."""
     if is_fenced(storage, incarnation):
         raise FencedError(
-            f"incarnation {incarnation} of this run has been fenced by a newer one",
+            "this writer has been fenced by a newer one",
+            where=f"incarnation {incarnation}",
             rule="only the highest incarnation may write",
             way_out="let the newer process go on; this one can be stopped",
         )

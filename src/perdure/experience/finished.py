@@ -63,11 +63,18 @@ def require_loggable(session: FinishedSession) -> None:
     """See that a session can be logged.
 
     Raises:
-        TrainingError: The reward is not finite.
+        TrainingError: The reward is not finite, or the response is empty.
         TypeError: An array is not of the type that the format gives it.
         ValueError: The trajectory takes 4 GiB or more.
     """
     session.trajectory.check()
+    if not session.trajectory.segments:
+        raise TrainingError(
+            "the response is empty",
+            where=f"session {session.trajectory.session.key()}",
+            rule="a session that is done has at least one token, and so a policy version",
+            way_out="let the group fail",
+        )
     require_encodable(session.trajectory)
     if not math.isfinite(session.reward):
         raise TrainingError(

@@ -262,7 +262,8 @@ class ExperienceState:
                 pass
         if conflict:
             raise LifecycleError(
-                f"{record.key()} is in the log already and says something else",
+                "is in the log already and says something else",
+                where=record.key(),
                 rule="a record may be repeated, never replaced",
                 way_out="log a redone step as redone, changed weights under a new version",
             )
@@ -381,7 +382,8 @@ def _nothing_to_count(record: SegmentOpened) -> None:
 
 def _out_of_order(record: ControlRecord, instead: str) -> LifecycleError:
     return LifecycleError(
-        f"{record.key()} is out of order: {instead}",
+        f"is out of order: {instead}",
+        where=record.key(),
         rule="steps and local updates follow one another without gaps",
         way_out="run `perdure audit` on the run and report what it finds",
     )

@@ -139,8 +139,8 @@ def set_reference(record: bytearray, ref: PayloadRef) -> None:
     )
 
 
-def stamp_record(record: bytearray, stamp: tuple[int, bool, int, int, int]) -> int:
-    """Write a :class:`Stamp` and the checksum into a prepared record; return the checksum."""
+def stamp_record(record: bytearray, stamp: Stamp) -> int:
+    """Write the stamp and the checksum into a prepared record; return the checksum."""
     _STAMP.pack_into(record, _STAMP_AT, *stamp)
     _CHECKSUM.pack_into(record, _CHECKSUM_AT, 0)
     checksum = xxhash.xxh3_64_intdigest(record)
@@ -179,6 +179,7 @@ def parse_record(view: memoryview, offset: int, *, where: str) -> RecordHeader |
             f"record at byte {offset} (version {version}, type {header.type}, flags {header.flags})"
             f" is not of format {FORMAT_VERSION}",
             where=where,
+            rule="a format is read by the version that wrote it and by later ones",
             way_out="use the perdure version that wrote the run, or a newer one",
         )
     return header

@@ -286,6 +286,7 @@ class GroupTable:
         if not groups or list(groups) != oldest:
             raise LifecycleError(
                 f"groups {_short(groups)} taken where the oldest finished are {_short(oldest)}",
+                where="taken",
                 rule="only finished groups are taken, oldest submission first, each once",
                 way_out="sample with oldest_finished",
             )

@@ -56,14 +56,6 @@ def require_encodable(trajectory: Trajectory) -> None:
             raise TypeError(f"an array of {trajectory.session.key()} is {array.dtype}, not {dtype}")
 
 
-def trajectories_payload(trajectories: Sequence[Trajectory]) -> Payload:
-    """The payload record of the trajectories of some sessions. The arrays are copied.
-
-    :func:`require_encodable` has passed them.
-    """
-    return columns_payload([trajectory_columns(trajectories)])
-
-
 class TrajectoryColumns(NamedTuple):
     """A record with a row for each trajectory: its fields by row, its arrays in pieces."""
 
@@ -176,6 +168,7 @@ class PayloadReader:
                 f"row {row} of a record of type {record_type.name} is not {session.key()}",
                 where=SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment).path,
                 rule="sessions_done refers to the trajectories of its sessions, in order",
+                way_out="restore the log from a copy",
             )
         starts = (sum(fields["prompt_tokens"][:row]), sum(fields["response_tokens"][:row]))
         return trajectory_in_row(fields, arrays, row, starts=starts)

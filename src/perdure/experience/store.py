@@ -217,6 +217,7 @@ class ExperienceStore:
             if len(records) > len(owed):
                 raise LifecycleError(
                     f"{len(records)} prompts refill {len(owed)} evictions",
+                    where="refill",
                     rule="every eviction is refilled exactly once",
                     way_out="submit the others as prompts of their step",
                 )

@@ -14,7 +14,7 @@ from perdure.core.record_codec import record_fields
 from perdure.core.record_types import Stream
 from perdure.core.records import SegmentOpened
 from perdure.core.storage_api import AppendFile, Storage
-from perdure.experience.format import prepare_record, stamp_record
+from perdure.experience.format import Stamp, prepare_record, stamp_record
 from perdure.experience.scan import Span
 from perdure.experience.segments import SegmentName
 
@@ -85,7 +85,7 @@ class StreamWriter:
         offsets: list[int] = []
         checksums: list[int] = []
         for index, record in enumerate(batch):
-            stamp = (incarnation, index == last, lsn + index, durable_upto, other_durable)
+            stamp = Stamp(incarnation, index == last, lsn + index, durable_upto, other_durable)
             checksums.append(stamp_record(record, stamp))
             offsets.append(offset)
             offset += len(record)

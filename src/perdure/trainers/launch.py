@@ -22,7 +22,7 @@ from perdure.core.events import EventSink, ignore_events
 from perdure.core.faults import FaultHook, NoFaults
 from perdure.core.storage_api import Storage
 from perdure.experience import RunInfo, create_run, read_run
-from perdure.experience.claims import INCARNATION_DIR, LOCK_FILE, RUN_FILE
+from perdure.experience.claims import INCARNATION_DIR, RUN_FILE, is_held
 from perdure.experience.seals import SEAL_DIR
 from perdure.experience.segments import LOG_DIR
 from perdure.storage import PosixStorage
@@ -207,15 +207,13 @@ def _refuse_filled(storage: Storage, run_dir: Path) -> None:
 
 def _refuse_run(storage: Storage, run_dir: Path) -> None:
     if storage.exists(RUN_FILE):
-        held = storage.lock(LOCK_FILE)
-        if held is None:
+        if is_held(storage):
             raise RunBusyError(
                 "a live process trains a run here",
                 where=str(run_dir),
                 rule="a run is never started over an existing one",
                 way_out="choose another --run DIR",
             )
-        held.release()
         raise ConfigError(
             "there is a run here already",
             where=str(run_dir),

@@ -12,6 +12,7 @@ from perdure.experience.format import (
     FORMAT_VERSION,
     HEADER_BYTES,
     MAGIC,
+    Stamp,
     checksum_holds,
     decode_header,
     prepare_record,
@@ -77,7 +78,7 @@ def make_frame(
 
 def number_frame(frame: bytearray, number: int) -> bytearray:
     """Give a frame its number and checksum."""
-    stamp_record(frame, (0, True, number, 0, 0))
+    stamp_record(frame, Stamp(0, True, number, 0, 0))
     return frame
 
 

@@ -48,13 +48,12 @@ def sessions_frame(
     """A frame without its number. The arrays are copied.
 
     Raises:
-        TrainingError: A reward is not finite.
+        TrainingError: A reward is not finite, or a response is empty.
         TypeError: An array is not of the type that the format gives it, or a value not a number.
         ValueError: The sessions take too much for one frame.
     """
     for session in sessions:
         require_loggable(session)
-        session.trajectory.version_range()
     fields: dict[str, object] = {"sessions": []}
     arrays: Mapping[str, Sequence[Array]] | None = None
     if sessions:
