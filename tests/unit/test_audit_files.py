@@ -40,6 +40,21 @@ def test_empty_checkpoint_file(tmp_path: Path) -> None:
     assert not audit_run(run.save()).findings
 
 
+@pytest.mark.parametrize("content", [b"rows", b"row", b"rowz", None])
+def test_segments_are_checked_where_the_manifest_says_they_are(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    run = w.Run(tmp_path)
+    path = "segments/replay/000000000000-1-1-0.seg"
+    entry = {"path": path, "bytes": 4, "xxh3_128": w.xxhash.xxh3_128_hexdigest(b"rows")}
+    manifest = {"features": ["segments"], "segments": {"replay": [entry]}}
+    run.incarnation(1).write(run.checkpoint("step-00000000-1", manifest=manifest))
+    if content is not None:
+        run.files[path] = content
+    found = [(f.severity, f.where) for f in audit_run(run.save()).findings]
+    assert found == ([] if content == b"rows" else [("damage", path)])
+
+
 def test_manifest_that_is_no_sealed_json_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,9 +64,10 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     manifest = read_sealed(path, findings, where=f"{where}/manifest.json", names=_MANIFEST_NAMES)
     if manifest is None:
         return 0
-    if manifest["features"]:
+    unknown = sorted(set(manifest["features"]) - {"segments"})
+    if unknown:
         raise FutureFormatError(
-            f"needs features this version does not know: {', '.join(manifest['features'])}",
+            f"needs features this version does not know: {', '.join(unknown)}",
             where=str(path),
             way_out="use the perdure version that wrote it, or a newer one",
         )
@@ -74,11 +75,20 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     logged = [commit.fields[name] for name in ("phase", "step", "position")]
     if said != logged:
         findings.violation(commit.where, f"{directory} is {said}, logged as {logged}", COMMIT_RULE)
-    for name, entry in manifest["files"].items():
-        problem = _file_problem(root / name, entry)
+    return _check_files(run, directory, manifest, findings)
+
+
+def _check_files(run: Path, directory: str, manifest: dict[str, Any], findings: Findings) -> int:
+    """Check every file and every segment that a manifest names; returns their bytes."""
+    where = f"checkpoints/{directory}"
+    files = {f"{where}/{name}": entry for name, entry in manifest["files"].items()}
+    stored = [one for each in manifest.get("segments", {}).values() for one in each]
+    files |= {entry["path"]: entry for entry in stored}
+    for path, entry in files.items():
+        problem = _file_problem(run / path, entry)
         if problem:
-            findings.damage(f"{where}/{name}", problem, FILES_RULE)
-    return sum(entry["bytes"] for entry in manifest["files"].values())
+            findings.damage(path, problem, FILES_RULE)
+    return sum(entry["bytes"] for entry in files.values())
 
 
 def check_positions(run: Path, run_id: str, findings: Findings) -> None:

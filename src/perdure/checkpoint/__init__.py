@@ -6,14 +6,18 @@ does not import torch.
 
 from perdure.checkpoint.components import ArraysComponent, ValuesComponent
 from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
+from perdure.checkpoint.files import FileProblem
 from perdure.checkpoint.guard import ChangeCounter
 from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
 from perdure.checkpoint.registry import Kind, Registry
 from perdure.checkpoint.restoration import CheckpointReader, restore
+from perdure.checkpoint.segments.arrays import ReplayArrays
+from perdure.checkpoint.segments.priorities import Priorities
+from perdure.checkpoint.segments.ring import ReplayRing, RingOptions
+from perdure.checkpoint.segments.trim import Trim
 from perdure.checkpoint.verification import (
     Choice,
-    FileProblem,
     Quarantined,
     VerifyReport,
     choose,
@@ -33,9 +37,14 @@ __all__ = [
     "Kind",
     "Manifest",
     "MemoryLedger",
+    "Priorities",
     "Quarantined",
     "Registry",
+    "ReplayArrays",
+    "ReplayRing",
+    "RingOptions",
     "StagedInfo",
+    "Trim",
     "ValuesComponent",
     "VerifyReport",
     "choose",

@@ -16,12 +16,18 @@ from perdure.checkpoint.arena import Arena
 from perdure.checkpoint.guard import TornCopyError
 from perdure.checkpoint.image_files import ImageFiles, image_files, share_from
 from perdure.checkpoint.ledger import CommitLedger
-from perdure.checkpoint.manifest import LATEST, Manifest, StagedInfo, directory_path
+from perdure.checkpoint.manifest import (
+    LATEST,
+    Manifest,
+    StagedInfo,
+    directory_path,
+)
 from perdure.checkpoint.options import CheckpointOptions
 from perdure.checkpoint.registry import Registry
-from perdure.checkpoint.restoration import restore
+from perdure.checkpoint.restoration import SegmentLoading, restore
+from perdure.checkpoint.segments.store import SegmentStore
 from perdure.checkpoint.snapshot import Snapshot, Stager
-from perdure.checkpoint.verification import Choice, VerifyReport
+from perdure.checkpoint.verification import Choice, SegmentCheck, VerifyReport
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError, PerdureError, StorageError
@@ -76,6 +82,7 @@ class CheckpointEngine:
     _pending: deque[Future[SaveError | None]] = field(init=False, repr=False)
     _used: set[str] = field(init=False, repr=False)
     _verified: set[str] = field(init=False, repr=False)
+    _segments: SegmentStore = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._executor = self.executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -93,6 +100,9 @@ class CheckpointEngine:
         self._pending = deque()
         self._used = set()
         self._verified = set()
+        self._segments = SegmentStore(
+            self.storage, clock=self.clock, faults=self.faults, events=self.events
+        )
 
     @property
     def arena_bytes(self) -> int:
@@ -191,24 +201,40 @@ class CheckpointEngine:
         digest = digests.get(directory, "")
         return verification.verify(self.storage, directory, manifest_digest=digest)
 
-    def choose(self, committed: Sequence[Checkpointed]) -> Choice:
+    def choose(
+        self, committed: Sequence[Checkpointed], *, segments: SegmentCheck = "index"
+    ) -> Choice:
         """The newest checkpoint that is whole; see :func:`~perdure.checkpoint.choose`."""
-        choice = verification.choose(self.storage, committed, events=self.events)
+        choice = verification.choose(self.storage, committed, events=self.events, segments=segments)
         self._verified.add(choice.directory)
         return choice
 
-    def restore(self, choice: Choice, *, only: Collection[str] | None = None) -> None:
-        """Load the components in place; see :func:`~perdure.checkpoint.restore`."""
+    def restore(
+        self,
+        choice: Choice,
+        *,
+        only: Collection[str] | None = None,
+        cold: Collection[str] = (),
+    ) -> None:
+        """Load the components in place; see :func:`~perdure.checkpoint.restore`.
+
+        Args:
+            choice: The checkpoint, as chosen.
+            only: Names to load; None = all.
+            cold: Segmented components that start without their rows.
+        """
         entries = self.registry.entries()
-        restore(self.storage, choice, entries, faults=self.faults, only=only)
+        segments = SegmentLoading(cold, self._segments)
+        restore(self.storage, choice, entries, faults=self.faults, only=only, segments=segments)
         self.events("restored", {"name": choice.directory, "step": choice.name.step})
 
     def sweep(self, collected: Sequence[str] = ()) -> tuple[str, ...]:
-        """Delete what earlier incarnations left behind; returns the directories.
+        """Delete what earlier incarnations left behind; returns the directories and segments.
 
-        That is: directories the ledger lists as collected, and those of saves that were cut off
-        (no manifest, no commit), which are listed as collected first. Call it after the run was
-        claimed and before the first save. Anything with a manifest that was not collected stays.
+        That is: directories the ledger lists as collected, and what saves that were cut off have
+        left (directories with neither manifest nor commit, segments that no manifest names), which
+        is listed as collected first. Call it after the run was claimed and before the first save.
+        Anything with a manifest that was not collected stays.
         """
         committed = self.ledger.committed()
         named = {record.directory for record in committed}
@@ -217,9 +243,13 @@ class CheckpointEngine:
             for directory in collected
             if directory not in named and self.storage.exists(directory_path(directory))
         )
+        retention.release_segments(self.storage, stale, self._segments)
         for directory in stale:
             retention.remove(self.storage, directory)
-        cut_off = retention.orphans(self.storage, committed)
+        cut_off = (
+            *retention.orphans(self.storage, committed),
+            *retention.orphan_segments(self.storage, committed),
+        )
         if cut_off:
             self._collect(cut_off)
         return stale + cut_off
@@ -290,6 +320,8 @@ class CheckpointEngine:
         writing = False
         try:
             writer.require_empty(self.storage, name.directory)
+            stored = self._segments.make_durable(snapshot.segments, name)
+            snapshot = snapshot.naming(stored)
             writing = True
             manifest, digest = writer.write(
                 self.storage, snapshot, self.faults, images=self._images
@@ -307,6 +339,7 @@ class CheckpointEngine:
             return self._report(name, error)
         self.last_error = None
         try:
+            self._segments.named_now(manifest.segments)
             self._point_to(name, digest)
             self._retain()
         except (PerdureError, OSError) as error:
@@ -353,6 +386,7 @@ class CheckpointEngine:
             ledger=self.ledger,
             faults=self.faults,
             timeout_s=self.options.commit_timeout_s,
+            segments=self._segments,
         )
         self.events("checkpoint_collected", {"names": ",".join(directories)})
 

@@ -10,13 +10,17 @@ import xxhash
 
 from perdure.checkpoint.registry import RESTORE_ORDER, Kind
 from perdure.core import sealed_json
+from perdure.core.components import StoredSegment
 from perdure.core.errors import DamagedError, FutureFormatError
 from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
 
 FORMAT = 1
 """Newest manifest format this version writes and reads."""
 
-FEATURES: frozenset[str] = frozenset()
+SEGMENTS_FEATURE = "segments"
+"""Required of whoever reads a checkpoint that names segments outside its directory."""
+
+FEATURES: frozenset[str] = frozenset({SEGMENTS_FEATURE})
 """Required features this version understands; a manifest that needs another one is refused."""
 
 CHECKPOINTS = "checkpoints"
@@ -107,6 +111,15 @@ class Manifest:
     arenas: int = 2
     """How many arenas the engine held: with ``arena_bytes``, the most memory that staging took."""
     features: tuple[str, ...] = ()
+    segments: Mapping[str, tuple[StoredSegment, ...]] = field(
+        default_factory=dict[str, tuple[StoredSegment, ...]]
+    )
+    """Component → its segments in order; they are shared with other checkpoints."""
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(one.bytes for stored in self.segments.values() for one in stored)
 
     @property
     def bytes(self) -> int:
@@ -116,6 +129,7 @@ class Manifest:
     def encode(self) -> bytes:
         """Sealed JSON, as written to disk."""
         info, name, position = self.info, self.name, self.info.position
+        segments = {key: [_pack(one) for one in stored] for key, stored in self.segments.items()}
         return sealed_json.encode(
             {
                 "format": FORMAT,
@@ -146,6 +160,7 @@ class Manifest:
                     for key, entry in self.components.items()
                 },
                 "files": {path: entry.encode() for path, entry in self.files.items()},
+                **({"segments": segments} if segments else {}),
             }
         )
 
@@ -213,6 +228,32 @@ def _parse(value: dict[str, Any]) -> Manifest:
         arena_bytes=int(value["arena_bytes"]),
         arenas=int(value.get("arenas", 2)),
         features=tuple(value["features"]),
+        segments={
+            key: tuple(_parse_segment(item) for item in items)
+            for key, items in value.get("segments", {}).items()
+        },
+    )
+
+
+def _pack(segment: StoredSegment) -> dict[str, Any]:
+    return {
+        "path": segment.path,
+        "first": segment.first,
+        "rows": segment.rows,
+        "bytes": segment.bytes,
+        "xxh3_128": segment.checksum,
+        "index_xxh3_128": segment.index_checksum,
+    }
+
+
+def _parse_segment(item: dict[str, Any]) -> StoredSegment:
+    return StoredSegment(
+        path=str(item["path"]),
+        first=int(item["first"]),
+        rows=int(item["rows"]),
+        bytes=int(item["bytes"]),
+        checksum=str(item["xxh3_128"]),
+        index_checksum=str(item["index_xxh3_128"]),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -19,9 +20,11 @@ from perdure.checkpoint.manifest import (
     directory_path,
 )
 from perdure.checkpoint.registry import Entry
+from perdure.checkpoint.segments.mapped import MappedSegment, Mappings, open_segment
+from perdure.checkpoint.segments.store import SegmentStore
 from perdure.checkpoint.verification import Choice
 from perdure.core import sealed_json
-from perdure.core.components import ComponentState
+from perdure.core.components import ComponentState, Segment, Segmented
 from perdure.core.errors import ConfigError, DamagedError, FutureFormatError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.names import hint
@@ -30,6 +33,22 @@ from perdure.core.storage_api import Storage
 RESTORING = "restoring.json"
 RESTORED = "restored.json"
 """Markers in the run directory, for people and tools: restoring may be repeated at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLoading:
+    """How segments come back.
+
+    Attributes:
+        cold: Segmented components that start without their rows (an empty replay, say).
+        store: Opens them; without one, a segment that is found damaged stays in its place.
+    """
+
+    cold: Collection[str] = ()
+    store: SegmentStore | None = None
+
+
+OPENED = SegmentLoading()
 
 
 class CheckpointReader:
@@ -64,6 +83,19 @@ class CheckpointReader:
             for place in places
         }
 
+    def segments(self, component: str, store: SegmentStore | None = None) -> list[MappedSegment]:
+        """Segments of a component, opened; their rows are checked before they are first used.
+
+        Args:
+            component: Its name.
+            store: Opens them; without one, a segment that is found damaged stays in its place.
+        """
+        stored = self.manifest.segments.get(component, ())
+        if store is not None:
+            return store.open(component, stored)
+        mappings = Mappings(self._storage)
+        return [open_segment(one, component=component, mappings=mappings) for one in stored]
+
     def _unpack(self, file: str) -> dict[str, Any]:
         return _unpack(self._read(file).tobytes(), self._path(file))
 
@@ -95,6 +127,7 @@ def restore(
     *,
     faults: FaultHook,
     only: Collection[str] | None = None,
+    segments: SegmentLoading = OPENED,
 ) -> None:
     """Load components in place, in the order of ``entries`` (that of the registry).
 
@@ -107,6 +140,7 @@ def restore(
         entries: Registered components.
         faults: Reached when started, when the models are loaded and when done.
         only: Names to load (weights only, say); None = all, and every stored one must be known.
+        segments: Where segments are opened, and which components start without theirs.
 
     Raises:
         ConfigError: Stored and registered components differ, or a state does not fit.
@@ -114,6 +148,7 @@ def restore(
         FutureFormatError: A component was stored with a newer schema version.
     """
     selected = _select(choice.manifest, entries, only)
+    _check_segmented(choice.manifest, selected, segments.cold)
     _mark(storage, RESTORING, choice)
     faults.reach(FaultPoint.RESTORE_STARTED)
     reader = CheckpointReader(storage, choice.manifest)
@@ -122,6 +157,9 @@ def restore(
     def load(entry: Entry) -> None:
         state = ComponentState(reader.tensors(entry.name), values.get(entry.name, {}))
         _load(entry, state, choice.manifest.components[entry.name])
+        if isinstance(entry.component, Segmented):
+            cold = entry.name in segments.cold
+            _load_segments(entry, None if cold else reader.segments(entry.name, segments.store))
 
     for entry in selected:
         if entry.kind == "model":
@@ -133,6 +171,27 @@ def restore(
     _mark(storage, RESTORED, choice)
     storage.remove(RESTORING)
     faults.reach(FaultPoint.RESTORE_DONE)
+
+
+def _check_segmented(manifest: Manifest, selected: Sequence[Entry], cold: Collection[str]) -> None:
+    """Nothing starts cold that was not named for it; no segments are left behind unnoticed."""
+    segmented = {entry.name for entry in selected if isinstance(entry.component, Segmented)}
+    for name in cold:
+        if name not in segmented:
+            raise ConfigError(
+                f"{name!r} is not a component that could start without its rows",
+                where="cold",
+                rule="one of " + (", ".join(sorted(segmented)) or "none"),
+                way_out=hint(name, segmented),
+            )
+    for entry in selected:
+        if entry.name in manifest.segments and entry.name not in segmented:
+            raise ConfigError(
+                "was saved with segments, which what is registered now cannot load",
+                where=f"component {entry.name}",
+                rule="stored rows are never dropped silently",
+                way_out="register the component it was saved with, or name what to load",
+            )
 
 
 def _select(
@@ -183,12 +242,24 @@ def _load(entry: Entry, state: ComponentState, stored: ComponentEntry) -> None:
     try:
         entry.component.load(state, stored.schema_version)
     except ValueError as error:
-        raise ConfigError(
-            f"the stored state does not fit ({error})",
-            where=f"component {entry.name}",
-            rule="names, shapes and types are those of the run that saved it",
-            way_out="resume with the configuration of that run",
-        ) from error
+        raise _does_not_fit(entry, error) from error
+
+
+def _load_segments(entry: Entry, segments: Sequence[Segment] | None) -> None:
+    assert isinstance(entry.component, Segmented)
+    try:
+        entry.component.load_segments(segments)
+    except ValueError as error:
+        raise _does_not_fit(entry, error) from error
+
+
+def _does_not_fit(entry: Entry, error: ValueError) -> ConfigError:
+    return ConfigError(
+        f"the stored state does not fit ({error})",
+        where=f"component {entry.name}",
+        rule="names, shapes and types are those of the run that saved it",
+        way_out="resume with the configuration of that run",
+    )
 
 
 def _mark(storage: Storage, path: str, choice: Choice) -> None:

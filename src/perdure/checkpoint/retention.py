@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import CHECKPOINTS, LATEST, MANIFEST, directory_path
+from perdure.checkpoint.segments.store import SEGMENTS, SUFFIX, SegmentStore, files
+from perdure.checkpoint.verification import QUARANTINE
+from perdure.core.errors import StorageError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.records import Checkpointed, Collect
 from perdure.core.storage_api import Storage
+
+_SEGMENT_PATH = re.compile(rf"{SEGMENTS}/[A-Za-z0-9_/-]+\{SUFFIX}".encode())
 
 
 def surplus(
@@ -57,8 +63,12 @@ def collect(
     ledger: CommitLedger,
     faults: FaultHook,
     timeout_s: float,
+    segments: SegmentStore,
 ) -> None:
     """Delete checkpoints after the ledger has acknowledged that they go.
+
+    The segments that they alone name go first, so that whoever has to finish this can still read
+    which they are. Paths of segments that nothing names may stand among ``directories``.
 
     Raises:
         StorageError: The storage or the ledger refused.
@@ -66,7 +76,12 @@ def collect(
     """
     ledger.collect(Collect(directories)).result(timeout=timeout_s)
     faults.reach(FaultPoint.COLLECT_LOGGED)
-    for directory in directories:
+    orphaned = [name for name in directories if name.startswith(f"{SEGMENTS}/")]
+    segments.delete(orphaned)
+    checkpoints = [name for name in directories if name not in orphaned]
+    if release_segments(storage, checkpoints, segments) or orphaned:
+        faults.reach(FaultPoint.SEGMENTS_COLLECTED)
+    for directory in checkpoints:
         remove(storage, directory)
     faults.reach(FaultPoint.COLLECTED)
 
@@ -79,3 +94,68 @@ def remove(storage: Storage, directory: str) -> None:
         storage.sync_dir(path)
     storage.remove(path)
     storage.sync_dir(CHECKPOINTS)
+
+
+def release_segments(storage: Storage, directories: Collection[str], segments: SegmentStore) -> int:
+    """Delete the segments that only these collected checkpoints name; returns how many.
+
+    Whatever has a manifest counts, committed or not, in its place or in quarantine, readable or
+    damaged. If one cannot be read now, nothing is deleted.
+    """
+    going: set[str] = set()
+    for directory in directories:
+        going |= _named_in(storage, f"{directory_path(directory)}/{MANIFEST}")
+    if not going:
+        return 0
+    try:
+        alone = going - named_segments(storage, but=directories)
+    except StorageError:
+        return 0
+    segments.delete(alone)
+    return len(alone)
+
+
+def named_segments(storage: Storage, *, but: Collection[str] = ()) -> set[str]:
+    """Paths of all segments that any manifest names, those in the directories ``but`` left out.
+
+    Raises:
+        StorageError: One cannot be read.
+    """
+    named: set[str] = set()
+    for directory in storage.list(CHECKPOINTS):
+        if directory not in but and directory != LATEST:
+            named |= _named_in(storage, f"{CHECKPOINTS}/{directory}/{MANIFEST}")
+    for name in storage.list(QUARANTINE):
+        if not name.endswith(".json"):
+            named |= _named_in(storage, f"{QUARANTINE}/{name}/{MANIFEST}")
+    return named
+
+
+def orphan_segments(storage: Storage, committed: Sequence[Checkpointed]) -> tuple[str, ...]:
+    """Segments that nothing names: saves that were cut off have left them.
+
+    None, if a committed checkpoint is not where it should be: somebody may put it back.
+    """
+    present_ones = {record.directory for record in present(storage, committed)}
+    if any(
+        record.directory not in present_ones and not _is_set_aside(storage, record)
+        for record in committed
+    ):
+        return ()
+    found = files(storage)
+    if not found:
+        return ()
+    named = named_segments(storage)
+    return tuple(path for path in found if path not in named)
+
+
+def _is_set_aside(storage: Storage, record: Checkpointed) -> bool:
+    return storage.exists(f"{QUARANTINE}/{record.directory}/{MANIFEST}")
+
+
+def _named_in(storage: Storage, manifest: str) -> set[str]:
+    """Every path of a segment that the bytes of a manifest hold, whether it is whole or not."""
+    try:
+        return {path.decode() for path in _SEGMENT_PATH.findall(storage.read(manifest))}
+    except FileNotFoundError:
+        return set()

@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ from perdure.checkpoint.layout import ArenaLayout, TensorSpec, plan
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     FORMAT,
+    SEGMENTS_FEATURE,
     STATE_FILE,
     ComponentEntry,
     Manifest,
@@ -26,7 +27,7 @@ from perdure.checkpoint.manifest import (
 )
 from perdure.checkpoint.registry import Entry
 from perdure.core.clock import Clock
-from perdure.core.components import ComponentState
+from perdure.core.components import ComponentState, Segment, Segmented, StoredSegment
 from perdure.core.errors import ConfigError
 from perdure.core.ids import CheckpointName
 
@@ -40,12 +41,22 @@ class Snapshot:
     arena: Arena
     layout: ArenaLayout
     small_files: Mapping[str, bytes]
+    segments: Mapping[str, tuple[Segment, ...]]
+    """Component → its segments, which never change; not copied."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files, the manifest left out."""
+        """Bytes of all files, manifest and segments left out."""
         small = sum(len(data) for data in self.small_files.values())
         return small + sum(image.size for image in self.layout.images)
+
+    def naming(self, stored: Mapping[str, tuple[StoredSegment, ...]]) -> Snapshot:
+        """The same with its segments, now on disk, in the manifest."""
+        if not stored:
+            return self
+        features = (*self.manifest.features, SEGMENTS_FEATURE)
+        manifest = replace(self.manifest, segments=stored, features=features)
+        return replace(self, manifest=manifest)
 
 
 class Stager:
@@ -74,6 +85,11 @@ class Stager:
         """
         guard = CopyGuard(entries)
         states = {entry.name: entry.component.state() for entry in entries}
+        segments = {
+            entry.name: tuple(entry.component.segments())
+            for entry in entries
+            if isinstance(entry.component, Segmented)
+        }
         components = {
             entry.name: ComponentEntry(
                 entry.kind,
@@ -104,7 +120,7 @@ class Stager:
         small_files = _small_files(info, states)
         arena.fill(layout, tensors)
         guard.compare()
-        return Snapshot(manifest, arena, layout, small_files)
+        return Snapshot(manifest, arena, layout, small_files, segments)
 
     def size_of(self, entries: tuple[Entry, ...]) -> int:
         """Bytes of an arena that holds a copy of the components as they are now.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import xxhash
 
+from perdure.checkpoint.files import FileProblem, file_problem
 from perdure.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
@@ -16,6 +18,7 @@ from perdure.checkpoint.manifest import (
     digest_of,
     directory_path,
 )
+from perdure.checkpoint.segments.store import segment_problem
 from perdure.core import sealed_json
 from perdure.core.errors import DamagedError, NothingToResumeError, StorageError
 from perdure.core.events import EventSink
@@ -25,15 +28,8 @@ from perdure.core.storage_api import Storage
 
 QUARANTINE = "quarantine"
 
-
-@dataclass(frozen=True, slots=True)
-class FileProblem:
-    """What is wrong with one file of a checkpoint (path inside its directory)."""
-
-    file: str
-    reason: str
-    unreadable: bool = False
-    """The storage refused to read it, which may pass; otherwise the bytes are wrong or gone."""
+SegmentCheck = Literal["every byte", "index", "nothing"]
+"""How far the segments that a checkpoint names are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +75,14 @@ class Choice:
 
 def check_file(storage: Storage, root: str, file: str, entry: FileEntry) -> FileProblem | None:
     """What is wrong with ``root/file``, if anything: presence, size, checksum of every byte."""
-    path = f"{root}/{file}"
-    try:
-        size = storage.size(path)
-        if size != entry.bytes:
-            return FileProblem(file, f"{size} bytes, expected {entry.bytes}")
-        data = storage.map(path).data
-        checksum = xxhash.xxh3_128_hexdigest(data)
-    except FileNotFoundError:
-        return FileProblem(file, "missing")
-    except StorageError as error:
-        return FileProblem(file, error.what, unreadable=True)
-    if checksum == entry.checksum:
-        return None
-    return FileProblem(file, "checksum does not match" + describe_chunks(bad_chunks(data, entry)))
+    problem = file_problem(
+        storage,
+        f"{root}/{file}",
+        size=entry.bytes,
+        checksum=entry.checksum,
+        explain=lambda data: describe_chunks(bad_chunks(data, entry)),
+    )
+    return None if problem is None else replace(problem, file=file)
 
 
 def bad_chunks(data: memoryview, entry: FileEntry) -> list[int]:
@@ -114,13 +104,20 @@ def describe_chunks(bad: Sequence[int]) -> str:
     return f" in chunk{'s' if len(bad) > 1 else ''} {shown}{more}"
 
 
-def verify(storage: Storage, directory: str, *, manifest_digest: str = "") -> VerifyReport:
+def verify(
+    storage: Storage,
+    directory: str,
+    *,
+    manifest_digest: str = "",
+    segments: SegmentCheck = "every byte",
+) -> VerifyReport:
     """Check one checkpoint, byte by byte.
 
     Args:
         storage: The run's storage.
         directory: Name below ``checkpoints/``.
         manifest_digest: What the commit says the manifest's digest is; empty = not compared.
+        segments: How far the segments it names are checked.
 
     Raises:
         FutureFormatError: The manifest is intact but of a newer format.
@@ -140,12 +137,28 @@ def verify(storage: Storage, directory: str, *, manifest_digest: str = "") -> Ve
     if manifest.name.directory != directory:
         return _without_manifest(directory, f"belongs to {manifest.name.directory}")
     root = directory_path(directory)
-    found = (check_file(storage, root, *item) for item in sorted(manifest.files.items()))
+    found = [check_file(storage, root, *item) for item in sorted(manifest.files.items())]
+    if segments != "nothing":
+        found += [
+            segment_problem(storage, one, component=name if segments == "index" else None)
+            for name, stored in sorted(manifest.segments.items())
+            for one in stored
+        ]
     return VerifyReport(directory, manifest, tuple(problem for problem in found if problem))
 
 
-def choose(storage: Storage, committed: Sequence[Checkpointed], *, events: EventSink) -> Choice:
+def choose(
+    storage: Storage,
+    committed: Sequence[Checkpointed],
+    *,
+    events: EventSink,
+    segments: SegmentCheck = "index",
+) -> Choice:
     """The newest committed checkpoint whose every byte is right.
+
+    Of segments, which may be many gigabytes, presence, size and index are checked; their rows are
+    checked before they are first used, and a segment that is found damaged then leaves its place,
+    so that the next choice passes over whatever names it.
 
     Damaged ones that are passed over are reported and moved to ``quarantine/``, a reason beside
     them. Nothing is deleted; nothing is moved if no good one is found, nor what could merely not be
@@ -155,6 +168,7 @@ def choose(storage: Storage, committed: Sequence[Checkpointed], *, events: Event
         storage: The run's storage.
         committed: Commits of the kept lineage, oldest first.
         events: Receives ``checkpoint_damaged``.
+        segments: How far segments are checked; ``"nothing"`` if they will not be loaded.
 
     Raises:
         NothingToResumeError: Nothing was ever committed.
@@ -167,7 +181,12 @@ def choose(storage: Storage, committed: Sequence[Checkpointed], *, events: Event
         )
     damaged: list[VerifyReport] = []
     for record in reversed(committed):
-        report = verify(storage, record.directory, manifest_digest=record.manifest_digest)
+        report = verify(
+            storage,
+            record.directory,
+            manifest_digest=record.manifest_digest,
+            segments=segments,
+        )
         if report.ok and report.manifest is not None:
             for passed_over in damaged:
                 quarantine(storage, passed_over)

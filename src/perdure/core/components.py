@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +53,91 @@ class Versioned(Protocol):
         """Even while nothing changes, odd during a change, never the same again after one.
 
         It is read before and after the copy. :class:`perdure.checkpoint.ChangeCounter` counts so.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSegment:
+    """A segment that is durable: where it lies and how every byte of it can be checked.
+
+    Attributes:
+        path: File below the run directory. A name is used for one content only.
+        first: Number of its first row.
+        rows: How many rows it holds.
+        bytes: Size of the file.
+        checksum: xxh3-128 of the file.
+        index_checksum: xxh3-128 of its index, which holds a checksum of every block.
+    """
+
+    path: str
+    first: int
+    rows: int
+    bytes: int
+    checksum: str
+    index_checksum: str
+
+
+class Segment(Protocol):
+    """Consecutive rows, one array a column, that never change again.
+
+    A checkpoint refers to them instead of copying them, and writes each of them once. The object
+    itself is what says that the segment is still needed.
+    """
+
+    stored: StoredSegment | None
+    """Where it is durable; set by the engine, read by it before the segment is written again."""
+
+    @property
+    def first(self) -> int:
+        """Number of the first row, counted from the first one ever."""
+        ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def columns(self) -> Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Name → element type and shape of one row."""
+        ...
+
+    def view(self, column: str, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Rows ``start`` to ``stop``, counted inside the segment; not to be written to.
+
+        Raises:
+            DamagedError: Stored bytes are wrong; they are checked before they are first used.
+        """
+        ...
+
+    def take(self, column: str, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """A copy of the rows with these numbers, counted inside the segment.
+
+        Raises:
+            DamagedError: Stored bytes are wrong; they are checked before they are first used.
+        """
+        ...
+
+
+@runtime_checkable
+class Segmented(Protocol):
+    """What a :class:`Checkpointable` has besides if it grows at one end and is cut at the other."""
+
+    def segments(self) -> Sequence[Segment]:
+        """Everything that belongs to the state just taken, in order of their rows.
+
+        The engine keeps the objects until they are durable and never copies their rows.
+        """
+        ...
+
+    def load_segments(self, segments: Sequence[Segment] | None) -> None:
+        """Take the rows over, after ``load``; what was there before is gone.
+
+        Stored segments are opened, not read: their bytes are checked as they are first used.
+
+        Args:
+            segments: None: start without rows, as the caller has asked for.
+
+        Raises:
+            ValueError: They do not fit the loaded state.
         """
         ...

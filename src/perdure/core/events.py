@@ -19,6 +19,8 @@ FIELDS = MappingProxyType(
         "checkpoint_failed": ("step", "name", "error"),
         "checkpoint_damaged": ("name", "file", "reason"),
         "checkpoint_collected": ("names",),
+        "segments_stored": ("step", "segments", "bytes", "write_ms"),
+        "segment_damaged": ("file", "reason"),
         "restored": ("name", "step"),
         "rewound": ("name", "step", "void_to_step", "groups"),
         "groups_abandoned": ("groups",),
