@@ -20,7 +20,7 @@ MAX_FUNCTION_LINES_P90 = 35
 MAX_PARAMETERS = 6
 MAX_NESTING = 4
 
-CODE_FOLDERS = ("src", "tests", "tools", "benchmarks")
+CODE_FOLDERS = ("src", "tests", "tools", "benchmarks", "examples")
 TEXT_FOLDERS = ("docs", "recipes")
 TEXT_SUFFIXES = (".md", ".yaml", ".yml", ".toml")
 
@@ -38,6 +38,7 @@ TORCH_PLACES = (
     "src/perdure/learner/",
     "src/perdure/publish/",
     "src/perdure/checkpoint/torch_",
+    "src/perdure/standalone/torch_",
     "src/perdure/trainers/environment.py",
     "src/perdure/trainers/sanity.py",
 )

@@ -125,6 +125,11 @@ class CheckpointEngine:
             arena.fit(size)
         return self.arena_bytes
 
+    @property
+    def pending(self) -> int:
+        """Saves that are handed over and not ended yet."""
+        return sum(not saving.done() for saving in self._pending)
+
     def stage(self, name: CheckpointName, *, info: StagedInfo, must: bool = False) -> bool:
         """Copy all components; become durable in the background.
 

@@ -80,7 +80,10 @@ class PayloadRef:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CheckpointName:
-    """Phase, step and incarnation of a checkpoint; their source is the manifest, never the path."""
+    """Phase, step and incarnation of a checkpoint; their source is the manifest, never the path.
+
+    ``train`` and ``warm`` are phases of trainers; ``loop`` is that of a script with its own loop.
+    """
 
     phase: str
     step: int
@@ -89,5 +92,5 @@ class CheckpointName:
     @property
     def directory(self) -> str:
         """Name below ``checkpoints/``: ``step-00000010-2`` (``warm-…`` for the warm start)."""
-        prefix = "step" if self.phase == "train" else "warm"
+        prefix = "warm" if self.phase == "warm" else "step"
         return f"{prefix}-{self.step:08d}-{self.incarnation}"

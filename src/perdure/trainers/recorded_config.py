@@ -27,10 +27,18 @@ def recorded_config(
 
     Raises:
         DamagedError: The file is missing or is not the one ``run.json`` has the digest of.
-        ConfigError: An override cannot be honoured or would change what was trained.
+        ConfigError: An override cannot be honoured or would change what was trained, or the run
+            was made by a script.
         StorageError: The file cannot be read.
     """
     where = run_dir / CONFIG_FILE
+    if not info.config_digest:
+        raise ConfigError(
+            "is the run of a script with its own loop",
+            where=str(run_dir),
+            rule="it has no recipe that could be resumed",
+            way_out="start the script again: it goes on by itself",
+        )
     try:
         text = storage.read(CONFIG_FILE).decode()
         recorded = config_from_text(RunConfig, text, where=CONFIG_FILE)

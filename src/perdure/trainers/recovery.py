@@ -29,6 +29,7 @@ from perdure.experience.claims import INCARNATION_DIR
 from perdure.experience.seals import SEAL_DIR
 from perdure.runtime.curves import CurveFile
 from perdure.runtime.ledger import LogLedger
+from perdure.runtime.log_reach import check_log_reaches_checkpoints
 from perdure.runtime.metrics_files import METRICS_DIR, EventsFile, MetricsFiles
 from perdure.tasks.api import Task
 from perdure.trainers.acknowledge import acknowledged
@@ -43,11 +44,7 @@ from perdure.trainers.context import TrainContext
 from perdure.trainers.memory import warn_of_memory
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
-from perdure.trainers.sanity import (
-    check_curve,
-    check_log_reaches_checkpoints,
-    check_restored,
-)
+from perdure.trainers.sanity import check_curve, check_restored
 from perdure.trainers.saving import save_at_stop, stage_checkpoint_if_due
 from perdure.trainers.signal_watch import SignalWatch
 from perdure.trainers.steps import complete_step

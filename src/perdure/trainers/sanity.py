@@ -1,4 +1,4 @@
-"""What must hold before a run is claimed and before anything is trained. Changes nothing."""
+"""What must hold before anything is trained. Changes nothing."""
 
 from __future__ import annotations
 
@@ -7,50 +7,11 @@ from pathlib import Path
 
 import torch
 
-from perdure.checkpoint.manifest import CHECKPOINTS, MANIFEST, decode_manifest
-from perdure.core.errors import DamagedError, FutureFormatError
+from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
-from perdure.core.ids import LogPosition
-from perdure.core.record_types import Stream
-from perdure.core.storage_api import Storage
-from perdure.experience import ExperienceState, read_run
-from perdure.experience.segments import SegmentName
+from perdure.experience import ExperienceState
 from perdure.runtime.metrics_files import STEPS_PATH, read_rows
 from perdure.trainers.progress import Progress
-
-
-def check_log_reaches_checkpoints(storage: Storage) -> None:
-    """The log has every place that a checkpoint on disk refers to.
-
-    A claim settles for good where the log ends, so a log that was emptied or cut must be noticed
-    before. Checkpoints that cannot be read say nothing here; choosing one judges them.
-
-    Raises:
-        DamagedError: The log is shorter than a checkpoint says.
-    """
-    run_id = read_run(storage).run_id
-    for name in storage.list(CHECKPOINTS):
-        path = f"{CHECKPOINTS}/{name}/{MANIFEST}"
-        if not storage.exists(path):
-            continue
-        try:
-            info = decode_manifest(storage.read(path), where=path).info
-        except (DamagedError, FutureFormatError):
-            continue
-        if info.lineage.get("run_id") == run_id:
-            _require_written(storage, info.position, name)
-
-
-def _require_written(storage: Storage, position: LogPosition, checkpoint: str) -> None:
-    segment = SegmentName(position.incarnation, Stream.CONTROL, position.segment)
-    size = storage.size(segment.path) if storage.exists(segment.path) else 0
-    if size < position.offset:
-        raise DamagedError(
-            f"{size} bytes, checkpoint {checkpoint} refers to byte {position.offset}",
-            where=segment.path,
-            rule="a checkpoint is staged behind durable records, so durable records are gone",
-            way_out="put log/ back from a copy; nothing was changed",
-        )
 
 
 def check_restored(

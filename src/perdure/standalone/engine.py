@@ -1,0 +1,365 @@
+"""``CheckpointEngine``: five lines that let a training loop survive ``kill -9``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypedDict, Unpack
+
+from perdure.checkpoint import Choice, Kind
+from perdure.core.clock import Clock, SystemClock
+from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
+from perdure.core.events import EventSink
+from perdure.core.faults import FaultHook, NoFaults
+from perdure.core.storage_api import Storage
+from perdure.standalone.checks import check_restored
+from perdure.standalone.policy import SavePolicy, SaveTrigger, every
+from perdure.standalone.registration import Mirror, Parts
+from perdure.standalone.run import OpenRun, RestoredFrom, World, log_event, open_run
+from perdure.standalone.signals import SignalRequests
+from perdure.storage import PosixStorage
+
+Check = Callable[[dict[str, Any]], object]
+"""A sanity check: gets copies of the registered objects by name; False or an exception refuses."""
+
+
+class EngineOptions(TypedDict, total=False):
+    """What few scripts need.
+
+    Attributes:
+        take_over: Fence a live process that holds the run (one that hangs, say).
+        accept_changes: Names of optimizers and schedules whose settings the script has changed on
+            purpose: its own win over the stored ones. Of other parts: the check after loading is
+            left out.
+        sanity: Called after restoring with copies of all registered objects; returning False or
+            raising refuses to go on.
+        grace_s: After SIGTERM, seconds from the signal within which the save must be durable.
+        events: Receives every event; the logger ``perdure`` by default.
+        clock, faults, storage: For tests.
+    """
+
+    take_over: bool
+    accept_changes: Iterable[str]
+    sanity: Check
+    grace_s: float
+    events: EventSink
+    clock: Clock
+    faults: FaultHook
+    storage: Storage
+
+
+class CheckpointEngine:
+    """Saves and restores the registered parts of a loop.
+
+    The same lines are start and resume::
+
+        engine = CheckpointEngine("runs/x", save=every(steps=2000, minutes=20), keep=3)
+        engine.register(policy=policy, optimizer=optimizer, rng="all")
+        for step in engine.steps(total):
+            ...
+
+    Args:
+        run_dir: Directory of the run; made if it is absent.
+        save: When to save.
+        keep: Newest checkpoints that stay.
+        required: Names that must be registered before anything is saved.
+        options: See :class:`EngineOptions`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path,
+        *,
+        save: SavePolicy | None = None,
+        keep: int = 3,
+        required: Iterable[str] = (),
+        **options: Unpack[EngineOptions],
+    ) -> None:
+        clock = options.get("clock") or SystemClock()
+        faults = options.get("faults") or NoFaults()
+        self.restored_from: RestoredFrom | None = None
+        """What this process went on from; None after a fresh start."""
+        self._world = World(
+            run_dir=Path(run_dir),
+            storage=options.get("storage") or PosixStorage(Path(run_dir), faults=faults),
+            clock=clock,
+            faults=faults,
+            events=options.get("events") or log_event,
+        )
+        self._policy = save or every(minutes=20)
+        self._keep = keep
+        self._options = options
+        self._parts = Parts(required, options.get("accept_changes", ()))
+        self._signals = SignalRequests(clock)
+        self._run: OpenRun | None = None
+        self._trigger: SaveTrigger | None = None
+        self._save_requested = False
+        self._started_before = False
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self._parts.progress.step
+
+    @property
+    def stopping(self) -> bool:
+        """Whether SIGTERM has come: a long step may be cut short, so that it is saved in time."""
+        return self._signals.stop_requested_s is not None
+
+    @property
+    def skipped(self) -> int:
+        """Due saves that found both arenas busy."""
+        return self._run.saver.skipped if self._run else 0
+
+    @property
+    def last_error(self) -> Exception | None:
+        """Why the newest save failed; None once a later one is committed."""
+        return self._run.saver.last_error if self._run else None
+
+    def register(self, **parts: object) -> None:
+        """Register parts of the loop under names, each by its type.
+
+        Modules, optimizers, schedules, gradient scalers, tensors, arrays, dicts, lists and deques
+        of plain data, random generators, objects with ``state_dict`` and ``load_state_dict``, and
+        components of one's own. ``rng="all"`` stands for the global generators. A dict or list of
+        such parts becomes nested names: ``agents={"0": …}`` is ``agents/0``.
+
+        Raises:
+            ConfigError: A name is taken, or a checkpoint cannot hold such an object.
+        """
+        self._require_closed("register")
+        self._parts.add_all(parts)
+
+    def add(
+        self,
+        name: str,
+        part: object,
+        *,
+        kind: Kind | None = None,
+        schema_version: int = 1,
+        exact: bool = True,
+    ) -> None:
+        """Register one part with more say.
+
+        Args:
+            name: May nest: ``agents/0/policy``.
+            part: As for :meth:`register`.
+            kind: Its turn when restoring; by its type if None.
+            schema_version: Raised when the meaning of the part's state changes.
+            exact: Whether its state must equal the stored one right after loading.
+        """
+        self._require_closed("add")
+        self._parts.add(name, part, kind=kind, schema_version=schema_version, exact=exact)
+
+    def mirror(self, copy: str, *, of: str) -> None:
+        """Say that a script keeps the value at ``of`` also at ``copy`` (``"limits.lr"``).
+
+        After restoring, a copy that disagrees is reported and set to the value at ``of``.
+        """
+        self._parts.mirrors.append(Mirror(source=of, copy=copy))
+
+    def save(self) -> None:
+        """Ask for a save at the next safe point; may be called anywhere, also by a signal handler.
+
+        A step in progress is never saved in the middle.
+        """
+        self._save_requested = True
+
+    def steps(self, total: int | None = None, *, change_total: bool = False) -> Iterator[int]:
+        """Restore if there is something to restore, then yield the steps that are left.
+
+        Steps count from 1. A step is complete when the next one is asked for; ``break`` and
+        exceptions leave it incomplete. After the last step the state is saved, durably.
+
+        Args:
+            total: Steps of the whole run, not of this process. May be left out when resuming.
+            change_total: Allow another ``total`` than the run was started with.
+
+        Raises:
+            ConfigError: Another ``total``; parts that do not fit what is stored.
+            RunBusyError: A live process holds the run.
+            DamagedError: Something was saved and nothing of it can be used.
+            StorageError: The last save could not be made durable.
+            FencedError: Another process has taken the run over.
+            SystemExit: With code 143, after SIGTERM and its save.
+        """
+        self.start(total, change_total=change_total)
+        finished = False
+        try:
+            while self.step < self._parts.progress.total:
+                yield self.step + 1
+                self.complete_step()
+            finished = True
+        finally:
+            self._end(finished=finished)
+
+    def start(self, total: int | None = None, *, change_total: bool = False) -> None:
+        """Claim the run and restore: what :meth:`steps` does first. Raises as :meth:`steps`."""
+        self._require_closed("start")
+        self._parts.require_known(self._parts.accepted)
+        self.restored_from = None
+        self._parts.progress.step = self._parts.progress.total = 0
+
+        def restored(choice: Choice | None) -> None:
+            if choice is None and self._started_before:
+                raise _moved_on(self._world.run_dir)
+            self._set_total(total, change=change_total)
+            if choice is not None:
+                check = self._options.get("sanity")
+                mismatches = check_restored(self._parts, sanity=check, events=self._world.events)
+                self.restored_from = RestoredFrom(
+                    choice.directory, self.step, choice.skipped, mismatches
+                )
+
+        self._run = open_run(
+            self._world,
+            registry=self._parts.registry,
+            keep=self._keep,
+            take_over=self._options.get("take_over", False),
+            restored=restored,
+        )
+        self._started_before = True
+        now_s = self._world.clock.monotonic_s()
+        self._trigger = SaveTrigger(self._policy, step=self.step, now_s=now_s)
+        self._signals = SignalRequests(self._world.clock)
+        if not self._signals.listen():
+            self._warn("signals reach the main thread only: SIGTERM will not save this loop")
+
+    def complete_step(self) -> None:
+        """Say that a step is complete: the safe point, for loops that cannot use :meth:`steps`.
+
+        Raises:
+            ConfigError: A part holds what a checkpoint cannot store.
+            FencedError: Another process has taken the run over.
+            StorageError: This was the last step, and it could not be saved.
+            SystemExit: With code 143, after SIGTERM and its save.
+        """
+        run, trigger = self._started()
+        self._parts.progress.step += 1
+        now_s = self._world.clock.monotonic_s()
+        trigger.step_completed(now_s, saving=run.saver.pending > 0)
+        if isinstance(run.saver.last_error, FencedError):
+            raise run.saver.last_error
+        if self.stopping:
+            self._save_and_stop(run)
+        if self.step == self._parts.progress.total:
+            run.stage(self._parts.progress, must=True)
+            return
+        requested = self._save_requested or self._signals.save_requested
+        decision = trigger.decide(self.step, now_s)
+        if decision.warning:
+            self._warn(decision.warning)
+        if decision.save or requested:
+            self._stage(run, trigger)
+
+    def close(self) -> None:
+        """Wait for pending saves and let the run go; :meth:`steps` does so by itself.
+
+        Raises:
+            PerdureError: Something could not be made durable.
+        """
+        self._end(finished=True)
+
+    def __enter__(self) -> Self:
+        """Claim and restore; for loops that call :meth:`complete_step`."""
+        if self._run is None:
+            self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end(finished=kind is None)
+
+    def _stage(self, run: OpenRun, trigger: SaveTrigger) -> None:
+        started_s = self._world.clock.monotonic_s()
+        staged = run.stage(self._parts.progress, must=False)
+        ended_s = self._world.clock.monotonic_s()
+        if not staged:
+            trigger.skipped(self.step, ended_s)
+            return
+        self._save_requested = self._signals.save_requested = False
+        trigger.saved(self.step, started_s=started_s, ended_s=ended_s)
+
+    def _save_and_stop(self, run: OpenRun) -> NoReturn:
+        """Save within what is left of the grace period, hand the signal on, and leave the loop."""
+        signals = self._signals
+        assert signals.stop_requested_s is not None
+        deadline_s = signals.stop_requested_s + self._options.get("grace_s", 30.0)
+        try:
+            left_s = deadline_s - self._world.clock.monotonic_s()
+            if run.saver.wait(max(0.0, left_s)) and run.stage(self._parts.progress, must=False):
+                run.saver.wait(max(0.0, deadline_s - self._world.clock.monotonic_s()))
+        except PerdureError as error:
+            self._warn(f"SIGTERM: the save before the end failed ({error})")
+        saved = run.saver.pending == 0 and run.saver.last_error is None
+        kept = "is saved" if saved else "is NOT saved, the checkpoint before it stays"
+        self._warn(f"SIGTERM: step {self.step} {kept}; start the same script again to go on")
+        signals.hand_on()
+        raise SystemExit(StoppedError.exit_code)
+
+    def _end(self, *, finished: bool) -> None:
+        self._signals.put_back()
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if finished:
+            run.close("finished")
+        else:
+            run.abandon("left the loop")
+
+    def _set_total(self, total: int | None, *, change: bool) -> None:
+        progress = self._parts.progress
+        known = progress.total
+        if total is None and not known:
+            raise ConfigError(
+                "the number of steps is missing",
+                where="steps()",
+                rule="the first start of a run says how many steps it has",
+                way_out="write engine.steps(total)",
+            )
+        if total is not None and known and total != known and not change:
+            raise ConfigError(
+                f"steps({total}) at step {progress.step} of {known}",
+                where=str(self._world.run_dir),
+                rule="total counts the steps of the whole run; schedules depend on it",
+                way_out=f"leave it at {known}, or allow it: steps({total}, change_total=True)",
+            )
+        progress.total = known if total is None else total
+
+    def _started(self) -> tuple[OpenRun, SaveTrigger]:
+        if self._run is None or self._trigger is None:
+            raise ConfigError(
+                "a step was completed before the run was opened",
+                where="complete_step()",
+                way_out="loop over engine.steps(total), or call engine.start(total) first",
+            )
+        return self._run, self._trigger
+
+    def _require_closed(self, method: str) -> None:
+        if self._run is not None:
+            raise ConfigError(
+                f"{method}() was called while the loop runs",
+                where=str(self._world.run_dir),
+                rule="all parts are known before the first step; one loop at a time",
+                way_out="call it before engine.steps()",
+            )
+
+    def _warn(self, message: str) -> None:
+        # The sink is the user's: what it raises is theirs, except while leaving.
+        with contextlib.suppress(BrokenPipeError):
+            self._world.events("warning", {"message": message})
+
+
+def _moved_on(run_dir: Path) -> ConfigError:
+    return ConfigError(
+        "nothing was saved yet, and the registered parts have been trained already",
+        where=str(run_dir),
+        rule="a second loop in one process goes on from what the first one has saved",
+        way_out="start the script again, or make the parts and the engine anew",
+    )

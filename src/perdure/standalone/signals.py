@@ -1,0 +1,77 @@
+"""SIGTERM and SIGUSR1 as requests that wait for the next safe point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from perdure.core.clock import Clock
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class SignalRequests:
+    """Notes signals while a loop runs. Only the main thread can listen; elsewhere nothing comes.
+
+    A handler that was there before is put back at the end. That of SIGUSR1 is called as well at
+    once; that of SIGTERM by :meth:`hand_on`, after the save. A second SIGTERM goes to it directly.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.save_requested = False
+        self.stop_requested_s: float | None = None
+        """When SIGTERM came, on the clock's monotonic scale."""
+        self._clock = clock
+        self._previous: dict[int, _Handler] = {}
+        self._process = os.getpid()
+
+    def listen(self) -> bool:
+        """Install the handlers; False outside the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._process = os.getpid()
+        for number, handler in ((signal.SIGTERM, self._stop), (signal.SIGUSR1, self._save)):
+            self._previous[number] = signal.signal(number, handler)
+        return True
+
+    def put_back(self) -> None:
+        """Restore the earlier handlers, except where somebody has replaced ours meanwhile."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, mine in ((signal.SIGTERM, self._stop), (signal.SIGUSR1, self._save)):
+            # A handler that was not set from Python is None and cannot be set from here.
+            previous = self._previous.get(number)
+            if previous is not None and signal.getsignal(number) == mine:
+                signal.signal(number, previous)
+                del self._previous[number]
+
+    def hand_on(self) -> None:
+        """Call the handler of SIGTERM that was there before, if it is a function."""
+        previous = self._previous.get(signal.SIGTERM)
+        if callable(previous):
+            previous(signal.SIGTERM, None)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process or self.stop_requested_s is not None:
+            self._as_before(number, frame)
+            return
+        self.stop_requested_s = self._clock.monotonic_s()
+
+    def _save(self, number: int, frame: FrameType | None) -> None:
+        self.save_requested = True
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, frame)
+
+    def _as_before(self, number: int, frame: FrameType | None) -> None:
+        """Do what the signal would have done without us: in forked workers, and the second time."""
+        previous = self._previous.get(number, signal.SIG_DFL)
+        if callable(previous):
+            previous(number, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

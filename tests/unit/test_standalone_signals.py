@@ -1,0 +1,155 @@
+"""SIGTERM and SIGUSR1: a save at the next safe point, handlers chained and put back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standalone_loops import WAIT_S, Gate, Script, StillClock, committed, full_at, uninterrupted
+
+from perdure.core.faults import FaultPoint
+from perdure.storage import MemoryStorage
+
+
+def terminate(step: int) -> Any:
+    return lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None
+
+
+class TestSigterm:
+    def test_it_saves_at_the_next_safe_point_and_leaves_with_143(self) -> None:
+        storage = MemoryStorage()
+        before = signal.getsignal(signal.SIGTERM)
+        script = Script(storage)
+        with pytest.raises(SystemExit) as left:
+            script.run(each=terminate(17))
+        assert left.value.code == 143
+        assert committed(storage) == [10, 17]
+        assert "step 17 is saved" in script.events.warnings()[-1]
+        assert signal.getsignal(signal.SIGTERM) == before
+        again = Script(storage)
+        again.run()
+        assert again.state() == uninterrupted()
+
+    def test_the_body_can_see_it(self) -> None:
+        script = Script(MemoryStorage())
+        seen: list[bool] = []
+
+        def each(step: int) -> None:
+            terminate(3)(step)
+            seen.append(script.engine.stopping)
+
+        with pytest.raises(SystemExit):
+            script.run(each=each)
+        assert seen == [False, False, True]
+
+    def test_the_handler_before_is_called_after_the_save(self) -> None:
+        storage = MemoryStorage()
+        heard: list[list[int]] = []
+
+        def mine(number: int, frame: object) -> None:
+            heard.append(committed(storage))
+
+        before = signal.signal(signal.SIGTERM, mine)
+        try:
+            with pytest.raises(SystemExit):
+                Script(storage).run(each=terminate(17))
+            assert heard == [[10, 17]]
+            assert signal.getsignal(signal.SIGTERM) is mine
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def test_a_second_one_goes_to_the_handler_before_at_once(self) -> None:
+        class Now(Exception):
+            pass
+
+        def mine(number: int, frame: object) -> None:
+            raise Now
+
+        def each(step: int) -> None:
+            if step == 17:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, mine)
+        storage = MemoryStorage()
+        try:
+            with pytest.raises(Now):
+                Script(storage).run(each=each)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert committed(storage) == [10]
+
+    def test_a_save_that_does_not_end_within_the_grace_period_is_not_waited_for(self) -> None:
+        gate = Gate(FaultPoint.CHECKPOINT_FILES_DURABLE)
+        clock = StillClock()
+        script = Script(MemoryStorage(), faults=gate, clock=clock, grace_s=5.0)
+
+        def each(step: int) -> None:
+            terminate(3)(step)
+            clock.advance(6.0 if step == 3 else 0.0)
+
+        script.events.seen.clear()
+        original = script.engine._warn
+
+        def warn(message: str) -> None:
+            original(message)
+            gate.open()
+
+        script.engine._warn = warn  # type: ignore[method-assign]
+        with pytest.raises(SystemExit):
+            script.run(each=each)
+        assert "step 3 is NOT saved" in script.events.warnings()[0]
+
+    def test_a_failing_save_still_leaves(self) -> None:
+        script = Script(full_at("step-00000003"))
+        with pytest.raises(SystemExit):
+            script.run(each=terminate(3))
+        assert "step 3 is NOT saved" in script.events.warnings()[-1]
+
+    def test_workers_forked_inside_the_loop_die_of_it(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import os, signal, time\n"
+            "from perdure import CheckpointEngine, every\n"
+            f"engine = CheckpointEngine({str(tmp_path / 'run')!r}, save=every(steps=5))\n"
+            "engine.register(counters={'n': 0})\n"
+            "for step in engine.steps(1):\n"
+            "    ready, tell = os.pipe()\n"
+            "    child = os.fork()\n"
+            "    if child == 0:\n"
+            "        os.write(tell, b'.')\n"
+            "        time.sleep(60)\n"
+            "        os._exit(0)\n"
+            "    os.read(ready, 1)\n"
+            "    os.kill(child, signal.SIGTERM)\n"
+            "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM\n"
+        )
+        subprocess.run([sys.executable, script], check=True, timeout=60)
+
+    def test_a_loop_in_another_thread_runs_without_signals(self) -> None:
+        script = Script(MemoryStorage())
+        thread = threading.Thread(target=script.run)
+        thread.start()
+        thread.join(WAIT_S)
+        assert script.engine.step == 40
+        assert "signals reach the main thread only" in script.events.warnings()[0]
+
+
+def test_sigusr1_asks_for_a_save_and_calls_the_handler_before() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        mine = signal.getsignal(signal.SIGUSR1)
+        script = Script(MemoryStorage(), keep=9)
+        script.run(each=lambda step: os.kill(os.getpid(), signal.SIGUSR1) if step == 7 else 0)
+        assert heard == [signal.SIGUSR1]
+        assert committed(script.storage) == [7, 10, 20, 30, 40]
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
