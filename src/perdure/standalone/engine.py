@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypedDict, Unpack
+from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack
 
-from perdure.checkpoint import Choice, Kind
+from perdure.checkpoint import CheckpointOptions, Choice, Kind
+from perdure.checkpoint.image_files import WriterKind
 from perdure.core.clock import Clock, SystemClock
 from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
 from perdure.core.events import EventSink
@@ -35,6 +36,8 @@ class EngineOptions(TypedDict, total=False):
             left out.
         sanity: Called after restoring with copies of all registered objects; returning False or
             raising refuses to go on.
+        arenas: Copies of the state that fit into memory beside it: 2, or 1 on tight hosts.
+        writer: Who writes: a ``process`` of its own, a ``thread``, or by size (``auto``).
         grace_s: After SIGTERM, seconds from the signal within which the save must be durable.
         events: Receives every event; the logger ``perdure`` by default.
         clock, faults, storage: For tests.
@@ -43,6 +46,8 @@ class EngineOptions(TypedDict, total=False):
     take_over: bool
     accept_changes: Iterable[str]
     sanity: Check
+    arenas: Literal[1, 2]
+    writer: WriterKind
     grace_s: float
     events: EventSink
     clock: Clock
@@ -89,7 +94,11 @@ class CheckpointEngine:
             events=options.get("events") or log_event,
         )
         self._policy = save or every(minutes=20)
-        self._keep = keep
+        self._bounds = CheckpointOptions(
+            keep=keep,
+            arenas=options.get("arenas", 2),
+            writer=options.get("writer", "auto"),
+        )
         self._options = options
         self._parts = Parts(required, options.get("accept_changes", ()))
         self._signals = SignalRequests(clock)
@@ -216,7 +225,7 @@ class CheckpointEngine:
         self._run = open_run(
             self._world,
             registry=self._parts.registry,
-            keep=self._keep,
+            options=self._bounds,
             take_over=self._options.get("take_over", False),
             restored=restored,
         )

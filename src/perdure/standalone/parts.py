@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from perdure.core.components import Checkpointable, ComponentState
+from perdure.core.components import Checkpointable, ComponentState, Versioned
 from perdure.core.errors import ConfigError, PerdureError
 from perdure.standalone import tree
 
@@ -24,13 +24,13 @@ class Part:
     Attributes:
         exact: After loading, the state must be the stored one. Off for parts whose settings the
             script is allowed to change, and for parts that say so.
-        versioned: Whether the component converts older schema versions by itself.
+        converts: Whether the component converts older schema versions by itself.
     """
 
     name: str
     component: Checkpointable
     exact: bool = True
-    versioned: bool = False
+    converts: bool = False
 
     @property
     def schema_version(self) -> int:
@@ -57,7 +57,7 @@ class Part:
         Raises:
             ConfigError: The component refused it, or holds something else afterwards.
         """
-        if schema_version != self.schema_version and not self.versioned:
+        if schema_version != self.schema_version and not self.converts:
             raise self._refused(f"has schema version {schema_version}, not {self.schema_version}")
         try:
             self.component.load(state, schema_version)
@@ -90,6 +90,22 @@ class Part:
             rule="a script goes on with the parts and settings it was started with",
             way_out=f"undo the change, or allow it: accept_changes=[{self.name!r}]",
         )
+
+
+class VersionedPart(Part):
+    """A part that says when it changes, so that no torn copy of it is saved."""
+
+    @property
+    def state_version(self) -> int:
+        return cast("Versioned", self.component).state_version
+
+
+def part_of(
+    name: str, component: Checkpointable, *, exact: bool = True, converts: bool = False
+) -> Part:
+    """The part around a component."""
+    kind = VersionedPart if isinstance(component, Versioned) else Part
+    return kind(name, component, exact, converts)
 
 
 class DataPart:

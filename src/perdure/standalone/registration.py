@@ -19,11 +19,11 @@ from perdure.standalone.parts import (
     DataPart,
     GeneratorPart,
     GlobalGenerators,
-    Part,
     Progress,
     Stateful,
     StatefulPart,
     is_generator,
+    part_of,
 )
 
 PROGRESS = "progress"
@@ -94,8 +94,9 @@ class Parts:
                 rule="a part is saved once, under one name",
                 way_out="leave one of the two out",
             )
-        component, found, versioned = self._component(name, held, schema_version)
-        part = Part(name, component, exact and name not in self._accepted, versioned)
+        component, found, converts = self._component(name, held, schema_version)
+        exact = exact and name not in self._accepted
+        part = part_of(name, component, exact=exact, converts=converts)
         self.registry.register(name, part, kind=kind or found)
         self.named[name] = held
 
@@ -146,7 +147,7 @@ class Parts:
         return holder, key
 
     def _register(self, name: str, component: Checkpointable, kind: Kind) -> None:
-        self.registry.register(name, Part(name, component), kind=kind)
+        self.registry.register(name, part_of(name, component), kind=kind)
 
     def _component(
         self, name: str, held: object, schema_version: int

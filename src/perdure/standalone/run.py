@@ -127,7 +127,7 @@ def open_run(
     world: World,
     *,
     registry: Registry,
-    keep: int,
+    options: CheckpointOptions,
     take_over: bool,
     restored: Callable[[Choice | None], None],
 ) -> OpenRun:
@@ -135,7 +135,7 @@ def open_run(
 
     Args:
         registry: Every part of the script.
-        keep: Newest checkpoints that stay.
+        options: Bounds of the saves.
         take_over: Fence a live process that holds the run.
         restored: Called after the parts were loaded and before anything is written.
 
@@ -163,7 +163,7 @@ def open_run(
             clock=world.clock,
             faults=world.faults,
             events=world.events,
-            options=CheckpointOptions(keep=keep),
+            options=options,
         )
         choice = _restore(claimed, saver)
         restored(choice)
@@ -174,6 +174,7 @@ def open_run(
     run = OpenRun(world, claimed=claimed, store=store, saver=saver)
     ledger.start(store)
     try:
+        saver.reserve()
         saver.sweep(store.state.collected)
         for path in ATOMIC_WRITES_GO_TO:
             world.storage.collect_temporaries(path)
