@@ -31,9 +31,9 @@ class Arena:
         self._memory: ArenaMemory | None = None
         self._buffer: Bytes = np.empty(0, np.uint8)
         self._layout: ArenaLayout | None = None
-        self._arrays: dict[tuple[str, str], Array] = {}
-        self._specs: dict[tuple[str, str], TensorSpec] = {}
-        self._tensors: dict[tuple[str, str], Any] = {}
+        self._arrays: dict[str, dict[str, Array]] = {}
+        self._specs: dict[str, dict[str, TensorSpec]] = {}
+        self._tensors: dict[str, dict[str, Any]] = {}
         self._pinned = False
 
     @property
@@ -70,18 +70,11 @@ class Arena:
         self.fit(layout.size)
         if layout is not self._layout:
             self._lay_out(layout)
-        targets: list[Any] = []
-        sources: list[Any] = []
         for path, tensors in tensors_by_path.items():
-            for name, tensor in tensors.items():
-                if isinstance(tensor, np.ndarray):
-                    source = cast("Array", tensor)
-                    np.copyto(self._arrays[path, name], source, casting="equiv")
-                elif tensor.numel():
-                    targets.append(self._tensor_place(path, name))
-                    sources.append(tensor)
-        if targets:
-            self._copy_torch(targets, sources)
+            if all(map(_is_array, tensors.values())):
+                self._copy_arrays(path, tensors)
+            else:
+                self._copy_mixed(path, tensors)
 
     def file_bytes(self, image: FileImage) -> memoryview:
         """The finished file, as a view of the arena."""
@@ -97,38 +90,47 @@ class Arena:
         for image in layout.images:
             start = image.arena_offset
             self._buffer[start : start + len(image.header)] = np.frombuffer(image.header, np.uint8)
+            arrays = self._arrays.setdefault(image.path, {})
             for place in image.places:
                 data = self._buffer[image.data_offset + place.start : image.data_offset + place.end]
                 dtype = NUMPY_BY_CODE.get(place.spec.code)
                 # Types that numpy lacks come as torch tensors only.
-                array = data if dtype is None else data.view(dtype).reshape(place.spec.shape)
-                self._arrays[image.path, place.name] = array
-        self._specs = {
-            (image.path, place.name): place.spec
-            for image in layout.images
-            for place in image.places
-        }
+                shaped = data if dtype is None else data.view(dtype).reshape(place.spec.shape)
+                arrays[place.name] = shaped
+            self._specs[image.path] = {place.name: place.spec for place in image.places}
         self._layout = layout
 
-    def _copy_torch(self, targets: list[Any], sources: list[Any]) -> None:
+    def _copy_arrays(self, path: str, arrays: Mapping[str, Array]) -> None:
+        places = self._arrays[path]
+        for name, array in arrays.items():
+            np.copyto(places[name], array, casting="equiv")
+
+    def _copy_mixed(self, path: str, tensors: Mapping[str, Any]) -> None:
+        arrays = {name: tensor for name, tensor in tensors.items() if _is_array(tensor)}
+        self._copy_arrays(path, arrays)
+        names = [name for name in tensors if name not in arrays] if arrays else list(tensors)
         torch_half = torch_arena()
+        places = self._tensors.setdefault(path, {})
+        if not places.keys() >= set(names):
+            places |= {name: torch_half.view(*self._bytes_of(path, name)) for name in names}
+        sources = [tensors[name] for name in names]
         if not self._pinned and torch_half.on_gpu(sources):
             torch_half.pin(self._buffer)
             self._pinned = True
-        torch_half.copy_all(targets, sources)
+        torch_half.copy_all([places[name] for name in names], sources)
 
-    def _tensor_place(self, path: str, name: str) -> Any:
-        place = self._tensors.get((path, name))
-        if place is None:
-            array, spec = self._arrays[path, name], self._specs[path, name]
-            place = torch_arena().view(array.reshape(-1).view(np.uint8), spec)
-            self._tensors[path, name] = place
-        return place
+    def _bytes_of(self, path: str, name: str) -> tuple[Bytes, TensorSpec]:
+        return self._arrays[path][name].reshape(-1).view(np.uint8), self._specs[path][name]
 
     def _forget_places(self) -> None:
         self._layout = None
         self._arrays.clear()
+        self._specs.clear()
         self._tensors.clear()
+
+
+def _is_array(tensor: Any) -> bool:
+    return isinstance(tensor, np.ndarray)
 
 
 def spec_of(tensor: Any) -> TensorSpec:

@@ -71,7 +71,7 @@ class Stager:
         self._clock = clock
         self._arenas = arenas
         self._versions = library_versions()
-        self._specs: dict[str, dict[str, TensorSpec]] | None = None
+        self._seen: dict[str, dict[str, tuple[Any, Any]]] | None = None
         self._layout = ArenaLayout((), 0)
 
     def stage(
@@ -103,9 +103,9 @@ class Stager:
             for key, state in states.items()
             if state.tensors
         }
+        layout = self._plan(tensors)
         for key, state in states.items():
             guard.watch(key, state.tensors)
-        layout = self._plan(tensors)
         manifest = Manifest(
             name=name,
             info=copy.deepcopy(info),
@@ -132,10 +132,19 @@ class Stager:
         return self._plan({path: tensors for path, tensors in states.items() if tensors}).size
 
     def _plan(self, tensors: Mapping[str, Mapping[str, Any]]) -> ArenaLayout:
-        specs = {path: _describe(path, named) for path, named in tensors.items()}
-        if specs != self._specs:
-            self._specs, self._layout = specs, plan(specs)
+        seen = {
+            path: {name: _type_and_shape(tensor) for name, tensor in named.items()}
+            for path, named in tensors.items()
+        }
+        if seen != self._seen:
+            self._layout = plan({path: _describe(path, named) for path, named in tensors.items()})
+            self._seen = seen
         return self._layout
+
+
+def _type_and_shape(tensor: Any) -> tuple[Any, Any]:
+    """As long as it stays the same, so does the place in the file; None for what is no tensor."""
+    return getattr(tensor, "dtype", None), getattr(tensor, "shape", None)
 
 
 @functools.cache

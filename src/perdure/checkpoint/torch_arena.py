@@ -42,12 +42,9 @@ def spec_of(tensor: object) -> TensorSpec:
     return TensorSpec(code, tuple(tensor.shape))
 
 
-def versions_of(tensors: Iterable[object]) -> list[int]:
-    """How often each torch tensor was changed in place, as torch counts; 0 where it does not."""
-    return [
-        0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version
-        for tensor in tensors
-    ]
+def versions_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each tensor was changed in place, as torch counts; 0 where it does not."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def on_gpu(tensors: Iterable[torch.Tensor]) -> bool:

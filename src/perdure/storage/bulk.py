@@ -13,10 +13,12 @@ import errno
 import json
 import mmap
 import os
+import queue
 import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -66,27 +68,60 @@ def write_image(
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     direct = _open_direct(path) if data.nbytes >= aligned(size) > 0 else -1
-    whole, chunks = xxhash.xxh3_128(), list[str]()
+    hashing = _Hashing()
     try:
         _allocate(descriptor, aligned(size))
         for start in range(0, size, CHUNK_BYTES):
             piece = data[start : min(start + CHUNK_BYTES, size)]
+            hashing.add(piece)
             if direct >= 0 and not _write_direct(direct, data, start, size):
                 os.close(direct)
                 direct = -1
             if direct < 0:
                 _write(descriptor, piece, start)
-            whole.update(piece)
-            # An object, not the one-shot function, so that other threads may run meanwhile.
-            chunks.append(xxhash.xxh3_128(piece).hexdigest())
             progress()
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
+        sums = hashing.sums()
         os.close(descriptor)
         if direct >= 0:
             os.close(direct)
-    return ImageSums(whole.hexdigest(), tuple(chunks))
+    return sums
+
+
+class _Hashing:
+    """Checksums of pieces in a thread, while they are written; a single piece needs none."""
+
+    def __init__(self) -> None:
+        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._added = 0
+        self._whole = xxhash.xxh3_128()
+        self._chunks: list[str] = []
+
+    def add(self, piece: memoryview) -> None:
+        """Hash it some time before :meth:`sums` returns."""
+        if self._thread is None and self._added:
+            self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
+            self._thread.start()
+        self._pieces.put(piece)
+        self._added += 1
+
+    def sums(self) -> ImageSums:
+        """Those of all pieces. To be called once, whatever has happened."""
+        self._pieces.put(None)
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.join()
+        return ImageSums(self._whole.hexdigest(), tuple(self._chunks))
+
+    def _run(self) -> None:
+        for piece in iter(self._pieces.get, None):
+            self._whole.update(piece)
+            # An object, not the one-shot function, so that other threads may run meanwhile.
+            self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
 
 
 def check_image(
