@@ -1,0 +1,121 @@
+"""kill -9 of the process that trains or of the one that writes, at random moments of its saves."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("saving_process.py")
+DEADLINE_S = 60.0
+
+
+class Saving:
+    """A running ``saving_process.py`` and what it has said so far."""
+
+    def __init__(self, run: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(run)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._lines: list[str] = []
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def wait_for(self, word: str, *, after: int = 0) -> int:
+        """Wait for a line that starts so, among those behind the first ``after``; lines so far."""
+        with self._said:
+            assert self._said.wait_for(
+                lambda: (
+                    any(line.startswith(word) for line in self._lines[after:])
+                    or self._process.poll() is not None
+                ),
+                DEADLINE_S,
+            )
+            assert any(line.startswith(word) for line in self._lines[after:]), self.errors()
+            return len(self._lines)
+
+    def writer(self) -> int:
+        """The process that writes."""
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task").glob("*/children")
+        (writer,) = {int(word) for path in children for word in path.read_text().split()}
+        return writer
+
+    def kill(self) -> None:
+        self._process.kill()
+        self.end()
+
+    def end(self) -> None:
+        self._process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._process.stdout.close()
+        self._process.stderr.close()
+
+    def last(self, word: str) -> int:
+        """The number in the last line that starts so; -1 if there is none."""
+        numbers = [int(line.split()[-1]) for line in self._lines if line.startswith(word)]
+        return numbers[-1] if numbers else -1
+
+    def errors(self) -> str:
+        self._process.kill()
+        assert self._process.stderr is not None
+        return self._process.stderr.read()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._said:
+                self._lines.append(line.strip())
+                self._said.notify_all()
+
+
+COUNTS = [6, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+
+
+@pytest.mark.parametrize("kills", COUNTS)
+def test_the_process_that_trains_is_killed(tmp_path: Path, kills: int) -> None:
+    chance = random.Random(f"kill the parent {kills}")
+    committed, torn_off = -1, 0
+    for _ in range(kills):
+        saving = Saving(tmp_path / "run")
+        saving.wait_for("started after")
+        # A commit that was durable may not have been printed any more.
+        assert saving.last("started after") >= max(committed, 0)
+        saving.wait_for("committed")
+        time.sleep(chance.uniform(0.0, 0.25))
+        saving.kill()
+        committed = saving.last("committed")
+        torn_off += bool(list((tmp_path / "run/checkpoints").rglob(".tmp-*")))
+    assert torn_off, "no save was cut short: the drill shows nothing"
+
+
+@pytest.mark.parametrize("kills", COUNTS)
+def test_the_process_that_writes_is_killed(tmp_path: Path, kills: int) -> None:
+    chance = random.Random(f"kill the child {kills}")
+    saving = Saving(tmp_path / "run")
+    replaced = 0
+    for _ in range(kills):
+        before = saving.wait_for("committed", after=replaced)
+        time.sleep(chance.uniform(0.0, 0.05))
+        os.kill(saving.writer(), signal.SIGKILL)
+        replaced = saving.wait_for("lost", after=before)
+    saving.wait_for("committed", after=replaced)
+    saving.kill()
+    committed = saving.last("committed")
+    again = Saving(tmp_path / "run")
+    again.wait_for("started after")
+    assert again.last("started after") >= committed
+    again.kill()
