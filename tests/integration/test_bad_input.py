@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from drill_tools import RECIPE, assert_same_training
+from drill_tools import RECIPE, Events, assert_same_training
 from typer.testing import CliRunner
 
 from perdure.audit import audit_run
@@ -190,9 +190,13 @@ def test_a_resume_takes_no_setting_that_changes_the_training(
 def test_a_resume_takes_settings_that_do_not(half_done: Path, tmp_path: Path) -> None:
     launch.train(load_config(RunConfig, RECIPE), tmp_path / "reference")
     kept = (half_done / "config.yaml").read_bytes()
-    launch.resume(half_done, ["checkpoint.every_steps=1", "checkpoint.keep=9"])
-    saved = {path.name for path in (half_done / "checkpoints").glob("step-*-2")}
-    assert saved == {f"step-{step:08d}-2" for step in (3, 4, 5, 6)}
+    events = Events()
+    launch.resume(half_done, ["checkpoint.every_steps=1", "checkpoint.keep=9"], display=events)
+    # A save that is due while two others are being written is skipped, not waited for.
+    due = [*events.of("checkpoint_staged"), *events.of("checkpoint_skipped")]
+    assert {fields["step"] for fields in due} == {3, 4, 5, 6}
+    kept_steps = {path.name for path in (half_done / "checkpoints").glob("step-*-2")}
+    assert len(kept_steps) == len(events.of("checkpoint_staged"))
     assert (half_done / "config.yaml").read_bytes() == kept
     assert_same_training(half_done, tmp_path / "reference")
 

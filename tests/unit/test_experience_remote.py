@@ -236,7 +236,7 @@ def test_a_failing_disk_fails_what_waits_for_it(storage: MemoryStorage, door: Do
     with pytest.raises(StorageError) as flushed:
         worker.flush(FLUSH_S)
     with pytest.raises(StorageError) as error:
-        future.result(0)
+        future.result(FLUSH_S)
     assert error.value.args == flushed.value.args
     assert "cannot be written" in error.value.what
     worker.close()
