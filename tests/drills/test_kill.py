@@ -15,6 +15,8 @@ from drill_tools import KILLED, ForkServer, assert_same_training, next_action, r
 
 from perdure.core.faults import FaultPoint
 
+REMOTE_POINTS = {point for point in FaultPoint if point.value.startswith("remote_")}
+"""Passed only by a run with a remote tier: see test_tier_kill.py."""
 RECOVERY_POINTS = {
     FaultPoint.RESTORE_STARTED,
     FaultPoint.RESTORE_MODEL,
@@ -29,7 +31,7 @@ REPLAY_POINTS = {
     FaultPoint.SEGMENTS_COLLECTED,
 }
 """Passed only by runs with a replay; ``tests/property/test_replay_crash.py`` strikes there."""
-POINTS = set(FaultPoint) - REPLAY_POINTS
+POINTS = set(FaultPoint) - REPLAY_POINTS - REMOTE_POINTS
 MID_RUN = {"point": "local_update_done", "hit": 7}
 """The fourth step is half done; the last checkpoint lies behind step 2."""
 

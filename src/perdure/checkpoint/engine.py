@@ -15,7 +15,7 @@ from perdure.checkpoint import retention, verification, writer
 from perdure.checkpoint.arena import Arena
 from perdure.checkpoint.guard import TornCopyError
 from perdure.checkpoint.image_files import ImageFiles, image_files, share_from
-from perdure.checkpoint.ledger import CommitLedger
+from perdure.checkpoint.ledger import CheckpointTier, CommitLedger
 from perdure.checkpoint.manifest import (
     LATEST,
     Manifest,
@@ -65,6 +65,8 @@ class CheckpointEngine:
     events: EventSink = field(kw_only=True)
     options: CheckpointOptions = field(default=CheckpointOptions(), kw_only=True)
     executor: Executor | None = field(default=None, kw_only=True)
+    tier: CheckpointTier | None = field(default=None, kw_only=True)
+    """Ships commits elsewhere; may be set until the first save."""
 
     last_error: SaveError | None = field(default=None, init=False)
     """Why the newest save failed; None once a later one is committed."""
@@ -347,6 +349,8 @@ class CheckpointEngine:
             self._segments.named_now(manifest.segments)
             self._point_to(name, digest)
             self._retain()
+            if self.tier is not None:
+                self.tier.notify()
         except (PerdureError, OSError) as error:
             self._report(name, error)
         return None
@@ -381,6 +385,8 @@ class CheckpointEngine:
     def _retain(self) -> None:
         kept = retention.present(self.storage, self.ledger.committed())
         surplus = retention.surplus(kept, keep=self.options.keep, verified=self._verified)
+        if surplus and self.tier is not None:
+            surplus = self.tier.let_go(surplus)
         if surplus:
             self._collect(surplus)
 

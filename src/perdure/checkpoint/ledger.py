@@ -26,6 +26,18 @@ class CommitLedger(Protocol):
         ...
 
 
+class CheckpointTier(Protocol):
+    """A tier behind the local disk that ships what is committed. Thread-safe; never waits."""
+
+    def notify(self) -> None:
+        """A checkpoint was committed."""
+        ...
+
+    def let_go(self, directories: Sequence[str]) -> tuple[str, ...]:
+        """Those of the directories that the tier does not need to stay committed and here."""
+        ...
+
+
 class MemoryLedger:
     """Commits that live as long as the object, for simulation and for trying the engine out."""
 

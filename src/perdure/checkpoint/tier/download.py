@@ -1,0 +1,176 @@
+"""Fetching files from the remote tier: in parallel, verified before they get their name."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+import xxhash
+
+from perdure.checkpoint.manifest import FileEntry
+from perdure.checkpoint.tier.objects import ObjectStore
+from perdure.checkpoint.tier.options import TierOptions
+from perdure.checkpoint.tier.pieces import in_order
+from perdure.core.errors import DamagedError
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.storage_api import Storage
+
+_TRIES = 3
+"""Fetches of a file whose bytes arrive wrong, before the remote copy is called damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes ``start`` to ``end`` of an object of ``bytes``.
+
+    ``checksum``, if not empty, is the xxh3-128 of the whole object.
+    """
+
+    key: str
+    bytes: int
+    start: int
+    end: int
+    checksum: str = ""
+
+    @classmethod
+    def all_of(cls, key: str, size: int) -> Range:
+        """A whole object."""
+        return cls(key, size, 0, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A file of the run and the ranges it consists of, in order."""
+
+    path: str
+    entry: FileEntry
+    ranges: tuple[Range, ...]
+    """``entry.checksum`` may be empty: then each range has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A range in a buffer that is to be given back; None: its object is not what it should be."""
+
+    buffer: bytearray
+    data: memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """Fetches files into a run's directory; what has its name there is whole."""
+
+    storage: Storage
+    objects: ObjectStore
+    options: TierOptions
+    executor: Executor
+    faults: FaultHook
+
+    def run(self, wanted: Sequence[Wanted]) -> int:
+        """Fetch the files that are missing or damaged; returns the bytes fetched.
+
+        Raises:
+            DamagedError: An object is missing, or arrives wrong again and again.
+            RemoteUnavailableError: The store failed too often.
+            StorageError: The local disk refused.
+        """
+        missing = [file for file in wanted if not self._is_here(file)]
+        folders = {posixpath.dirname(file.path) for file in missing}
+        for folder in sorted(folders):
+            self.storage.make_dirs(folder)
+        left: Sequence[Wanted] = missing
+        for _ in range(_TRIES):
+            left = self._fetch(left)
+            if not left:
+                break
+        else:
+            raise DamagedError(
+                "the copy in the remote tier is damaged",
+                where=", ".join(file.path for file in left),
+                rule="a file gets its name only if every byte is right",
+                way_out="another checkpoint of the remote tier may be whole: "
+                "perdure ckpt pull tries them in turn",
+            )
+        for folder in sorted(folders):
+            self.storage.sync_dir(folder)
+        return sum(file.entry.bytes for file in missing)
+
+    def _is_here(self, file: Wanted) -> bool:
+        if not self.storage.exists(file.path):
+            return False
+        if not file.entry.checksum:
+            return self.storage.size(file.path) >= file.entry.bytes
+        if self.storage.size(file.path) != file.entry.bytes:
+            return False
+        return xxhash.xxh3_128_hexdigest(self.storage.map(file.path).data) == file.entry.checksum
+
+    def _fetch(self, files: Sequence[Wanted]) -> list[Wanted]:
+        """Fetch each file once; returns those that arrived wrong."""
+        largest = max((one.bytes for file in files for one in file.ranges), default=0)
+        # One more than requests are under way: the one that is being written.
+        buffers: SimpleQueue[bytearray] = SimpleQueue()
+        for _ in range(self.options.parallel + 1):
+            buffers.put(bytearray(largest))
+        calls = (partial(self._read, one, buffers) for file in files for one in file.ranges)
+        arrived = in_order(
+            self.executor,
+            calls,
+            ahead=self.options.parallel,
+            timeout_s=self.options.call_timeout_s,
+        )
+        wrong = [file for file in files if not self._write(file, arrived, buffers)]
+        assert next(arrived, None) is None
+        return wrong
+
+    def _read(self, one: Range, buffers: SimpleQueue[bytearray]) -> _Arrived:
+        buffer = buffers.get(timeout=self.options.call_timeout_s)
+        out = memoryview(buffer)[: one.bytes]
+        try:
+            right = self.objects.read_into(one.key, out)
+        except FileNotFoundError as error:
+            raise DamagedError(
+                "an object is missing in the remote tier",
+                where=one.key,
+                rule="what the pointer names is there",
+                way_out="perdure ckpt push stores it again, if the run's own disk is there",
+            ) from error
+        if one.checksum:
+            right = right and xxhash.xxh3_128_hexdigest(out) == one.checksum
+        return _Arrived(buffer, out[one.start : one.end] if right else None)
+
+    def _write(
+        self, file: Wanted, arrived: Iterator[_Arrived], buffers: SimpleQueue[bytearray]
+    ) -> bool:
+        """Write one file under a temporary name; it gets its own if every byte is right."""
+        folder, name = posixpath.split(file.path)
+        temporary = posixpath.join(folder, f".tmp-{name}")
+        self.storage.remove(temporary)
+        state = xxhash.xxh3_128()
+        right = True
+        out = self.storage.create_append(temporary)
+        try:
+            for _ in file.ranges:
+                one = next(arrived)
+                if one.data is None:
+                    right = False
+                else:
+                    state.update(one.data)
+                    out.append([one.data])
+                buffers.put(one.buffer)
+            right = right and out.size == file.entry.bytes
+            if file.entry.checksum:
+                right = right and state.hexdigest() == file.entry.checksum
+            if right:
+                out.sync()
+        finally:
+            out.close()
+        if right:
+            self.storage.rename(temporary, file.path)
+            self.faults.reach(FaultPoint.REMOTE_FILE_PULLED)
+        else:
+            self.storage.remove(temporary)
+        return right

@@ -1,0 +1,72 @@
+"""Files as pieces: every file of a checkpoint is stored as objects of bounded size."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from perdure.checkpoint.manifest import FileEntry, Manifest, directory_path
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes ``start`` to ``end`` of the file at ``path`` in the run."""
+
+    path: str
+    start: int
+    end: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.path}/{self.start:012x}-{self.end:012x}"
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.start
+
+
+def pieces_of(path: str, size: int, *, piece_bytes: int) -> list[Piece]:
+    """The pieces of a file in order; an empty file has none."""
+    starts = range(0, size, piece_bytes)
+    return [Piece(path, start, min(size, start + piece_bytes)) for start in starts]
+
+
+def files_of(manifest: Manifest) -> dict[str, FileEntry]:
+    """Path in the run → entry of every file of a checkpoint's own, its manifest left out."""
+    root = directory_path(manifest.name.directory)
+    return {f"{root}/{path}": entry for path, entry in sorted(manifest.files.items())}
+
+
+def segments_of(manifest: Manifest) -> dict[str, FileEntry]:
+    """Path in the run → entry of every segment that a checkpoint shares with others."""
+    return {
+        one.path: FileEntry(one.bytes, one.checksum)
+        for stored in manifest.segments.values()
+        for one in stored
+    }
+
+
+def in_order(
+    executor: Executor, calls: Iterable[Callable[[], _T]], *, ahead: int, timeout_s: float
+) -> Iterator[_T]:
+    """Results of the calls in their order, at most ``ahead`` of them running or waiting.
+
+    Raises:
+        TimeoutError: One took longer than ``timeout_s`` after its turn had come.
+    """
+    running: deque[Future[_T]] = deque()
+    try:
+        for call in calls:
+            running.append(executor.submit(call))
+            if len(running) >= ahead:
+                yield running.popleft().result(timeout=timeout_s)
+        while running:
+            yield running.popleft().result(timeout=timeout_s)
+    finally:
+        for future in running:
+            future.cancel()
