@@ -19,6 +19,7 @@ import xxhash
 from standalone_loops import Events, StillClock, committed
 
 from perdure import CheckpointEngine, every
+from perdure.checkpoint import ReplayRing
 from perdure.core.components import ComponentState
 from perdure.core.errors import ConfigError
 from perdure.storage import MemoryStorage
@@ -377,6 +378,25 @@ def test_35_a_warm_up_gate_sees_the_content() -> None:
     """K19: with an empty replay the gate passed by the counter."""
     replay = saved_and_restored(lambda: deque(maxlen=1000), lambda part: part.extend(range(450)))
     assert len(replay) == 450
+
+
+def test_35_a_ring_in_segments_comes_back_or_starts_cold_on_purpose() -> None:
+    def make() -> ReplayRing:
+        return ReplayRing(1000, {"value": ("i8", ())})
+
+    storage, replay = MemoryStorage(), make()
+    engine = engine_over(storage, {"replay": replay}, save=every(steps=4))
+    for step in engine.steps(9):
+        engine._run.saver.wait(20)
+        replay.append({"value": np.arange(50) + 50 * (step - 1)})
+    again = make()
+    restore(storage, {"replay": again})
+    assert again.is_warm(450)
+    drawn = [ring.sample(np.random.default_rng(1), 64)["value"] for ring in (replay, again)]
+    np.testing.assert_array_equal(*drawn)
+    cold = make()
+    restore(storage, {"replay": cold}, cold=["replay"])
+    assert not cold.is_warm(1)
 
 
 # Files, versions, kills

@@ -18,7 +18,7 @@ from perdure.core.storage_api import Storage
 from perdure.standalone.checks import check_restored
 from perdure.standalone.policy import SavePolicy, SaveTrigger, every
 from perdure.standalone.registration import Mirror, Parts
-from perdure.standalone.run import OpenRun, RestoredFrom, World, log_event, open_run
+from perdure.standalone.run import OpenRun, RestoredFrom, Restoring, World, log_event, open_run
 from perdure.standalone.signals import SignalRequests
 from perdure.storage import PosixStorage
 
@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
         accept_changes: Names of optimizers and schedules whose settings the script has changed on
             purpose: its own win over the stored ones. Of other parts: the check after loading is
             left out.
+        cold: Names of parts stored as segments (a ``ReplayRing``) that start without their rows.
         sanity: Called after restoring with copies of all registered objects; returning False or
             raising refuses to go on.
         arenas: Copies of the state that fit into memory beside it: 2, or 1 on tight hosts.
@@ -45,6 +46,7 @@ class EngineOptions(TypedDict, total=False):
 
     take_over: bool
     accept_changes: Iterable[str]
+    cold: Iterable[str]
     sanity: Check
     arenas: Literal[1, 2]
     writer: WriterKind
@@ -226,7 +228,9 @@ class CheckpointEngine:
             self._world,
             registry=self._parts.registry,
             options=self._bounds,
-            take_over=self._options.get("take_over", False),
+            how=Restoring(
+                self._options.get("take_over", False), tuple(self._options.get("cold", ()))
+            ),
             restored=restored,
         )
         self._started_before = True

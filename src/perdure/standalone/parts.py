@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 
-from perdure.core.components import Checkpointable, ComponentState, Versioned
+from perdure.core.components import (
+    Checkpointable,
+    ComponentState,
+    Segment,
+    Segmented,
+    Versioned,
+)
 from perdure.core.errors import ConfigError, PerdureError
 from perdure.standalone import tree
 
@@ -100,10 +106,24 @@ class VersionedPart(Part):
         return cast("Versioned", self.component).state_version
 
 
+class SegmentedPart(Part):
+    """A part whose rows are stored as segments; it checks them itself, as they are used."""
+
+    def segments(self) -> Sequence[Segment]:
+        return cast("Segmented", self.component).segments()
+
+    def load_segments(self, segments: Sequence[Segment] | None) -> None:
+        """Raises ``ValueError``: they do not fit the loaded state."""
+        cast("Segmented", self.component).load_segments(segments)
+
+
 def part_of(
     name: str, component: Checkpointable, *, exact: bool = True, converts: bool = False
 ) -> Part:
     """The part around a component."""
+    if isinstance(component, Segmented):
+        # Its state is whole only after its rows were loaded.
+        return SegmentedPart(name, component, exact=False, converts=converts)
     kind = VersionedPart if isinstance(component, Versioned) else Part
     return kind(name, component, exact, converts)
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from perdure.checkpoint import Kind, Registry
-from perdure.core.components import Checkpointable
+from perdure.core.components import Checkpointable, Segmented
 from perdure.core.errors import ConfigError
 from perdure.core.names import hint
 from perdure.standalone import tree
@@ -153,7 +153,8 @@ class Parts:
         self, name: str, held: object, schema_version: int
     ) -> tuple[Checkpointable, Kind, bool]:
         if _is_checkpointable(held):
-            return cast("Checkpointable", held), "values", True
+            kind = "experience" if isinstance(held, Segmented) else "values"
+            return cast("Checkpointable", held), kind, True
         if is_generator(held):
             return GeneratorPart(held), "rng", False
         if tree.torch_module() is not None:

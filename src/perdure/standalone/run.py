@@ -71,6 +71,19 @@ class RestoredFrom:
     mismatches: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Restoring:
+    """How a run is opened.
+
+    Attributes:
+        take_over: Fence a live process that holds it.
+        cold: Parts stored as segments that start without their rows.
+    """
+
+    take_over: bool = False
+    cold: tuple[str, ...] = ()
+
+
 class OpenRun:
     """A claimed run that this process writes. Made by :func:`open_run`."""
 
@@ -128,7 +141,7 @@ def open_run(
     *,
     registry: Registry,
     options: CheckpointOptions,
-    take_over: bool,
+    how: Restoring,
     restored: Callable[[Choice | None], None],
 ) -> OpenRun:
     """Create the run if there is none, claim it, and restore the newest whole checkpoint.
@@ -136,7 +149,7 @@ def open_run(
     Args:
         registry: Every part of the script.
         options: Bounds of the saves.
-        take_over: Fence a live process that holds the run.
+        how: Whom to fence, and what starts empty.
         restored: Called after the parts were loaded and before anything is written.
 
     Raises:
@@ -152,7 +165,7 @@ def open_run(
         clock=world.clock,
         faults=world.faults,
         events=world.events,
-        take_over=take_over,
+        take_over=how.take_over,
     )
     try:
         ledger = LogLedger(claimed.state.checkpoints)
@@ -165,7 +178,7 @@ def open_run(
             events=world.events,
             options=options,
         )
-        choice = _restore(claimed, saver)
+        choice = _restore(claimed, saver, cold=how.cold)
         restored(choice)
         store = claimed.start(base_checkpoint=choice.directory if choice else "")
     except BaseException:
@@ -201,11 +214,12 @@ def _require_storable(registry: Registry) -> None:
             ) from error
 
 
-def _restore(claimed: ClaimedRun, saver: Saver) -> Choice | None:
+def _restore(claimed: ClaimedRun, saver: Saver, *, cold: tuple[str, ...]) -> Choice | None:
     if not claimed.state.checkpoints:
         return None
-    choice = saver.choose(claimed.state.checkpoints)
-    saver.restore(choice)
+    segments = "nothing" if cold else "index"
+    choice = saver.choose(claimed.state.checkpoints, segments=segments)
+    saver.restore(choice, cold=cold)
     return choice
 
 
