@@ -4,8 +4,8 @@ Started by :class:`drill_tools.ForkServer`. Reads one JSON list of commands per 
 them side by side in children, and answers one JSON list per line on stdout. A kill then costs
 milliseconds instead of an import.
 
-Command: ``{"action": "train"|"resume", "run": dir, "log": path, "recipe": path, "overrides": [...],
-"plan": [fault rules], "kill_after_s": seconds or null, "take_over": bool,
+Command: ``{"action": "train"|"resume"|"loop", "run": dir, "log": path, "recipe": path,
+"overrides": [...], "plan": [fault rules], "kill_after_s": seconds or null, "take_over": bool,
 "when_stopped": another command or null}``. When a child stops itself (a fault rule with action
 ``stop``), the other command is run to its end, and then the child is continued.
 Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``.
@@ -24,9 +24,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import loop_script
+
 from perdure.config import load_config
 from perdure.core.errors import PerdureError
-from perdure.core.faults import FaultPlan
+from perdure.core.faults import FaultPlan, NoFaults
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
@@ -46,6 +48,7 @@ def warm_up() -> None:
     recipe = Path(__file__).with_name("drill_recipe.yaml")
     with tempfile.TemporaryDirectory() as directory:
         launch.train(load_config(RunConfig, recipe), Path(directory) / "run")
+        loop_script.run(Path(directory) / "loop", NoFaults())
     assert threading.active_count() == 1, "a fork copies no other thread"
 
 
@@ -122,6 +125,8 @@ def run_command(command: dict[str, Any], plan: FaultPlan) -> None:
     if command["action"] == "train":
         config = load_config(RunConfig, Path(command["recipe"]), command["overrides"])
         launch.train(config, run, injected=Injected(faults=plan))
+    elif command["action"] == "loop":
+        loop_script.run(run, plan, take_over=command["take_over"])
     else:
         launch.resume(run, take_over=command["take_over"], injected=Injected(faults=plan))
 
