@@ -32,9 +32,9 @@ def finish(process: subprocess.Popen[str]) -> str:
     return said
 
 
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+def wait_for_save(run: Path, incarnation: int, process: subprocess.Popen[str]) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
-    while not path.exists():
+    while not list(run.glob(f"checkpoints/step-*-{incarnation}/manifest.json")):
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline_s
         time.sleep(0.005)
@@ -46,9 +46,9 @@ def test_stopped_killed_and_started_again_it_ends_as_if_nothing_had_happened(
     expected = finish(start(tmp_path / "reference")).splitlines()[-1]
     assert expected.startswith("done: {'cell'")
     run = tmp_path / "run"
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for incarnation, number in enumerate((signal.SIGTERM, signal.SIGKILL), start=1):
         process = start(run)
-        wait_for(run / "checkpoints" / "latest.json", process)
+        wait_for_save(run, incarnation, process)
         process.send_signal(number)
         _, said = process.communicate(timeout=DEADLINE_S)
         assert process.returncode == (143 if number == signal.SIGTERM else -9), said
