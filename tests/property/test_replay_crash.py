@@ -8,7 +8,14 @@ import pytest
 from replay_cases import ReplayRun, rows, small_ring, values_of
 
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
-from perdure.storage import CrashMode, MemoryStorage, PowerLost
+from perdure.storage import (
+    CrashMode,
+    FaultyStorage,
+    MemoryStorage,
+    PowerLost,
+    StorageFault,
+    StorageFaultKind,
+)
 
 APPENDED = [0, 3, 6, 10, 15]
 """Rows ever appended at each step; a segment has 4, the ring 8."""
@@ -186,3 +193,51 @@ def test_restoring_may_be_interrupted_and_repeated() -> None:
         with pytest.raises(InjectedFault):
             run_of(storage, keep=1, incarnation=2, faults=plan).restore()
         check_found(storage.crash(), 4, keep=1)
+
+
+def test_whole_segments_are_stored_between_saves() -> None:
+    """Every row still reaches the disk once, and the save itself writes only the tail."""
+    storage = MemoryStorage()
+    run = run_of(storage, keep=1)
+    assert not run.engine.store_segments(run.incarnation)
+    run.replay.append(rows(0, 7))
+    assert run.engine.store_segments(run.incarnation)
+    assert run.engine.wait(5)
+    assert [name.split("-")[1] for name in run.files()] == ["4"]
+    assert not run.engine.store_segments(run.incarnation)
+    run.save_well(1)
+    assert [name.split("-")[1] for name in run.files()] == ["4", "3"]
+    for state in (storage.crash(), storage.process_kill()):
+        again = run_of(state, keep=1, incarnation=2)
+        assert again.restore() == 1
+        assert values_of(again.replay) == list(range(7))
+
+
+def test_segments_stored_before_a_crash_are_orphans_that_the_next_one_collects() -> None:
+    storage = MemoryStorage()
+    run = run_of(storage, keep=1)
+    run.replay.append(rows(0, 5))
+    run.save_well(1)
+    run.replay.append(rows(5, 7))
+    assert run.engine.store_segments(run.incarnation)
+    assert run.engine.wait(5)
+    assert len(run.files()) == 4
+    again = run_of(storage.crash(), keep=1, incarnation=2)
+    assert again.restore() == 1
+    assert len(again.engine.sweep(again.ledger.collected())) == 2
+    assert values_of(again.replay) == list(range(5))
+    assert len(again.files()) == 2
+
+
+def test_what_cannot_be_stored_beforehand_is_stored_by_the_save() -> None:
+    storage = FaultyStorage(
+        MemoryStorage(), plan=[StorageFault(StorageFaultKind.NO_SPACE, path_contains=".part")]
+    )
+    run = ReplayRun(storage, small_ring(8))
+    run.replay.append(rows(0, 5))
+    assert run.engine.store_segments(run.incarnation)
+    assert run.engine.wait(5)
+    assert storage.fired[StorageFaultKind.NO_SPACE] == 1
+    assert "could not be stored yet" in str(run.events[-1])
+    run.save_well(1)
+    assert len(run.files()) == 2

@@ -203,3 +203,19 @@ def test_another_capacity_or_other_arrays_are_refused() -> None:
     fewer = ReplayRun(storage, ReplayArrays({"rewards": buffer.rewards}, buffer), incarnation=2)
     with pytest.raises(ConfigError, match="columns are"):
         fewer.restore()
+
+
+def test_whole_segments_are_copied_between_saves() -> None:
+    storage = MemoryStorage()
+    run, buffer = run_of(storage)
+    buffer.add(0.0)
+    assert not run.engine.store_segments(run.incarnation)
+    for value in range(1, 4):
+        buffer.add(float(value))
+    assert run.engine.store_segments(run.incarnation)
+    assert run.engine.wait(5)
+    buffer.add(4.0)
+    before = storage.operations
+    run.save_well(1)
+    assert rows_written(storage, before) == 1
+    check_restored(storage, buffer, counted=True)

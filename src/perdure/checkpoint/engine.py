@@ -7,7 +7,7 @@ acknowledged → ``latest.json`` → ``collect`` acknowledged → older director
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -30,10 +30,11 @@ from perdure.checkpoint.snapshot import Snapshot, Stager
 from perdure.checkpoint.verification import Choice, SegmentCheck, VerifyReport
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
+from perdure.core.components import Segment, Segmented
 from perdure.core.errors import ConfigError, PerdureError, StorageError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
-from perdure.core.ids import CheckpointName
+from perdure.core.ids import CheckpointName, IncarnationNumber
 from perdure.core.records import Checkpointed
 from perdure.core.storage_api import Storage
 
@@ -171,6 +172,31 @@ class CheckpointEngine:
                 way_out="save between changes of the state",
             )
         return saving is not None
+
+    def store_segments(self, incarnation: IncarnationNumber) -> bool:
+        """Store whole segments in the background, so that the next save finds little to write.
+
+        Cheap when there is nothing to store; meant to be called often, at safe points. Never
+        waits: while a save or an earlier call is in progress nothing happens.
+
+        Args:
+            incarnation: That of the run.
+
+        Returns:
+            Whether something is being stored.
+        """
+        self._reap()
+        if self._pending:
+            return False
+        fresh = {
+            entry.name: [one for one in entry.component.sealed() if one.stored is None]
+            for entry in self.registry.entries()
+            if isinstance(entry.component, Segmented)
+        }
+        parts = {name: segments for name, segments in fresh.items() if segments}
+        if parts:
+            self._pending.append(self._executor.submit(self._store, parts, incarnation))
+        return bool(parts)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no save is pending; False if some still are after ``timeout_s``."""
@@ -327,7 +353,7 @@ class CheckpointEngine:
         writing = False
         try:
             writer.require_empty(self.storage, name.directory)
-            stored = self._segments.make_durable(snapshot.segments, name)
+            stored = self._segments.make_durable(snapshot.segments, name.incarnation)
             snapshot = snapshot.naming(stored)
             writing = True
             manifest, digest = writer.write(
@@ -353,6 +379,17 @@ class CheckpointEngine:
                 self.tier.notify()
         except (PerdureError, OSError) as error:
             self._report(name, error)
+        return None
+
+    def _store(
+        self, parts: Mapping[str, Sequence[Segment]], incarnation: IncarnationNumber
+    ) -> SaveError | None:
+        """Store segments, on the executor; what fails is tried again by the next save."""
+        try:
+            self._segments.make_durable(parts, incarnation)
+        except (PerdureError, OSError) as error:
+            self.events("warning", {"message": f"segments could not be stored yet ({error})"})
+            return error
         return None
 
     def _report(self, name: CheckpointName, error: SaveError) -> SaveError:

@@ -129,6 +129,10 @@ class Segmented(Protocol):
         """
         ...
 
+    def sealed(self) -> Sequence[Segment]:
+        """What is there of whole segments, between checkpoints; they may be stored beforehand."""
+        ...
+
     def load_segments(self, segments: Sequence[Segment] | None) -> None:
         """Take the rows over, after ``load``; what was there before is gone.
 

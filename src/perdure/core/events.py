@@ -19,7 +19,7 @@ FIELDS = MappingProxyType(
         "checkpoint_failed": ("step", "name", "error"),
         "checkpoint_damaged": ("name", "file", "reason"),
         "checkpoint_collected": ("names",),
-        "segments_stored": ("step", "segments", "bytes", "write_ms"),
+        "segments_stored": ("segments", "bytes", "write_ms"),
         "segment_damaged": ("file", "reason"),
         "checkpoint_shipped": ("step", "name", "bytes", "seconds"),
         "log_shipped": ("bytes",),

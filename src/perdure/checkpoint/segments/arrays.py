@@ -82,6 +82,12 @@ class ReplayArrays:
         """The segments of the state just taken; rows copied once are not copied again."""
         return tuple(self._sealed)
 
+    def sealed(self) -> Sequence[Segment]:
+        """What was copied so far; whole segments of new rows are copied now."""
+        if self._count is not None and self._count() - self._counted >= self._segment_rows:
+            self._take_what_is_new()
+        return tuple(self._sealed)
+
     def load(self, state: ComponentState, schema_version: int) -> None:
         """Take the numbers over; the rows follow with :meth:`load_segments`.
 

@@ -222,6 +222,10 @@ class ReplayRing:
         head = self._kept_from(self._trimmed(self.options.save))
         return [one for one in self._sealed if one.first + one.rows > head]
 
+    def sealed(self) -> Sequence[Segment]:
+        """Full segments and what earlier checkpoints sealed."""
+        return tuple(self._sealed)
+
     def load(self, state: ComponentState, schema_version: int) -> None:
         """Take the numbers over; the rows follow with :meth:`load_segments`.
 

@@ -11,30 +11,38 @@ import posixpath
 import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from perdure.checkpoint.files import FileProblem, file_problem
 from perdure.checkpoint.segments import mapped
-from perdure.checkpoint.segments.format import Array, encode_index, pieces
+from perdure.checkpoint.segments.format import encode_index
 from perdure.checkpoint.segments.mapped import MappedSegment, Mappings
+from perdure.checkpoint.segments.writing import SegmentFiles
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
 from perdure.core.components import Segment, StoredSegment
-from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
-from perdure.core.ids import CheckpointName, IncarnationNumber
+from perdure.core.ids import IncarnationNumber
 from perdure.core.storage_api import Storage
+from perdure.storage import bulk
 
 SEGMENTS = "segments"
 SUFFIX = ".seg"
 UNFINISHED = ".part"
-PIECE_BYTES = 8 << 20
-"""Bytes hashed and handed to the storage at once."""
 
 Stored = Mapping[str, tuple[StoredSegment, ...]]
 """Component → its segments, in order."""
+
+
+class _Written(NamedTuple):
+    """A segment that was written in this call."""
+
+    segment: Segment
+    stored: StoredSegment
+    sums: bulk.ImageSums
 
 
 class SegmentStore:
@@ -51,23 +59,26 @@ class SegmentStore:
         self._faults = faults
         self._events = events
         self._mappings = Mappings(storage)
+        self._files = SegmentFiles(storage)
         self._lock = threading.Lock()
         self._live: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
         self._unnamed: set[str] = set()
 
-    def make_durable(self, parts: Mapping[str, Sequence[Segment]], name: CheckpointName) -> Stored:
+    def make_durable(
+        self, parts: Mapping[str, Sequence[Segment]], incarnation: IncarnationNumber
+    ) -> Stored:
         """Write what is not on disk yet; everything is durable, and reads back, on return.
 
         Args:
             parts: Component → its segments.
-            name: The checkpoint that will name them.
+            incarnation: Who writes.
 
         Raises:
             StorageError: The storage refused. What is durable by then is not written again.
             DamagedError: A file reads back differently from what was written.
         """
         started_s = self._clock.monotonic_s()
-        written: list[tuple[Segment, StoredSegment]] = []
+        written: list[_Written] = []
         for component, segments in parts.items():
             folder = f"{SEGMENTS}/{component}"
             present = set(self._storage.list(folder))
@@ -75,19 +86,18 @@ class SegmentStore:
             if missing:
                 self._storage.make_dirs(folder)
             for segment in missing:
-                stored = self._write(component, segment, name.incarnation)
-                written.append((segment, stored))
+                written.append(self._write(component, segment, incarnation))
                 self._faults.reach(FaultPoint.SEGMENT_WRITTEN)
             if missing:
                 self._storage.sync_dir(folder)
-        for segment, stored in written:
-            self._read_back(stored)
-            self._remember(segment, stored)
+        for one in written:
+            self._files.check(one.stored.path, one.stored.bytes, one.sums)
+            self._remember(one.segment, one.stored)
         if written:
             self._faults.reach(FaultPoint.SEGMENTS_DURABLE)
             write_ms = (self._clock.monotonic_s() - started_s) * 1e3
-            size = sum(stored.bytes for _, stored in written)
-            fields = {"step": name.step, "segments": len(written), "bytes": size}
+            size = sum(one.stored.bytes for one in written)
+            fields = {"segments": len(written), "bytes": size}
             self._events("segments_stored", {**fields, "write_ms": write_ms})
         return {key: tuple(_stored(one) for one in segments) for key, segments in parts.items()}
 
@@ -129,35 +139,25 @@ class SegmentStore:
         for folder in sorted({posixpath.dirname(path) for path in doomed}):
             self._storage.sync_dir(folder)
 
-    def _write(
-        self, component: str, segment: Segment, incarnation: IncarnationNumber
-    ) -> StoredSegment:
+    def _write(self, component: str, segment: Segment, incarnation: IncarnationNumber) -> _Written:
         arrays = {name: segment.view(name, 0, segment.rows) for name in segment.columns}
         index = encode_index(component, segment.first, segment.rows, arrays)
         stem = f"{SEGMENTS}/{component}/{segment.first:012d}-{segment.rows}-{incarnation}"
         unfinished = f"{stem}{UNFINISHED}"
         self._storage.remove(unfinished)
-        size, checksum = _write_file(self._storage, unfinished, index, arrays)
-        path = f"{stem}-{checksum}{SUFFIX}"
+        sums = self._files.write(unfinished, index, arrays)
+        size = self._storage.size(unfinished)
+        path = f"{stem}-{sums.checksum}{SUFFIX}"
         self._storage.rename(unfinished, path)
-        return StoredSegment(
+        stored = StoredSegment(
             path=path,
             first=segment.first,
             rows=segment.rows,
             bytes=size,
-            checksum=checksum,
+            checksum=sums.checksum,
             index_checksum=xxhash.xxh3_128_hexdigest(index),
         )
-
-    def _read_back(self, stored: StoredSegment) -> None:
-        problem = segment_problem(self._storage, stored)
-        if problem is not None:
-            raise DamagedError(
-                f"reads back wrong right after it was written ({problem.reason})",
-                where=stored.path,
-                rule="a segment is named by a checkpoint only if it reads back as written",
-                way_out="check the disk",
-            )
+        return _Written(segment, stored, sums)
 
     def _remember(self, segment: Segment, stored: StoredSegment) -> None:
         with self._lock:
@@ -213,21 +213,3 @@ def _is_present(segment: Segment, folder: str, names: set[str]) -> bool:
 def _stored(segment: Segment) -> StoredSegment:
     assert segment.stored is not None
     return segment.stored
-
-
-def _write_file(
-    storage: Storage, path: str, index: bytes, arrays: Mapping[str, Array]
-) -> tuple[int, str]:
-    """Write a new file durably; returns its size and checksum, that of the memory."""
-    state = xxhash.xxh3_128()
-    file = storage.create_append(path)
-    try:
-        for part in pieces(index, arrays):
-            for start in range(0, part.nbytes, PIECE_BYTES):
-                piece = part[start : start + PIECE_BYTES]
-                state.update(piece)
-                file.append([piece])
-        file.sync()
-        return file.size, state.hexdigest()
-    finally:
-        file.close()
