@@ -25,8 +25,8 @@ from perdure.core.record_types import GroupOutcome
 from perdure.core.records import GroupSettled
 from perdure.experience import RemoteOptions
 from perdure.experience.payloads import trajectory_columns
-from perdure.experience.remote.frames import FrameType, make_frame, number_frame
-from perdure.experience.remote.requests import sessions_frame
+from perdure.experience.remote.frames import FrameType, make_frame, number_frame, parse_frame
+from perdure.experience.remote.requests import read_request, sessions_frame
 
 GROUPS = 6
 PATIENT = RemoteOptions(reconnect_timeout_s=1e6, retry_s=1.0)
@@ -139,6 +139,37 @@ def test_remote_wrong_bytes_never_count(at: int, bit: int, cut: bool) -> None:
 def hello() -> bytes:
     fields = {"protocol": 1, "run_id": "5" * 32, "incarnation": 1}
     return bytes(number_frame(make_frame(FrameType.HELLO, fields), 0))
+
+
+@given(
+    segments=st.lists(
+        st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4), st.integers(0, 4)), max_size=3),
+        min_size=2,
+        max_size=2,
+    ),
+    lengths=st.lists(st.integers(-1, 5), min_size=2, max_size=2),
+)
+def test_remote_segments_that_do_not_cover_the_response_are_refused(
+    segments: list[list[tuple[int, int, int]]], lengths: list[int]
+) -> None:
+    good = [one.trajectory for one in group_of(0)]
+    fields, arrays = trajectory_columns(good)
+    request = {**fields, "segments": segments, "response_tokens": lengths}
+    request |= {"rewards": [0.5, 1.0], "parts": [{}, {}], "settled": []}
+    frame = number_frame(make_frame(FrameType.SESSIONS, request, arrays), 1)
+    covered = [
+        [start for _, start, _ in some] == [0, *(end for _, _, end in some)][:-1]
+        and bool(some)
+        and some[-1][2] == length
+        for some, length in zip(segments, lengths, strict=True)
+    ]
+    fits = min(lengths) >= 0 and sum(lengths) == sum(len(one.response_ids_T) for one in good)
+    try:
+        read_request(parse_frame(memoryview(frame)))
+        accepted = True
+    except ValueError:
+        accepted = False
+    assert accepted == (all(covered) and fits)
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text()

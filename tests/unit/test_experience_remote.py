@@ -124,9 +124,10 @@ def test_what_counted_before_is_acknowledged_again_and_counts_once(
     other = session(0, 0, 0.125)
     again = worker.sessions_done([other, session(0, 1), session(0, 1, 0.75)])
     again.result(FLUSH_S)
+    worker.sessions_done([session(1, 0), session(1, 0, 0.75)]).result(FLUSH_S)
     worker.sessions_done([other], settled=[finished(0)]).result(FLUSH_S)
     worker.sessions_done([], settled=[finished(0)]).result(FLUSH_S)
-    check_log(storage, [session(0, 0), session(0, 1)])
+    check_log(storage, [session(0, 0), session(0, 1), session(1, 0)])
     worker.close()
 
 
@@ -220,7 +221,8 @@ def test_a_fenced_store_says_so_to_its_workers(storage: MemoryStorage, door: Doo
         first.result(FLUSH_S)
     assert "incarnation 1" in error.value.where
     assert error.value.way_out
-    worker.close()
+    with pytest.raises(FencedError):
+        worker.close()
     door.now = None
     opened.server.close()
     with pytest.raises(FencedError):
@@ -233,11 +235,12 @@ def test_a_failing_disk_fails_what_waits_for_it(storage: MemoryStorage, door: Do
     opened = door.open(store)
     worker = door.worker()
     future = worker.sessions_done([session(0, 0)])
-    with pytest.raises(StorageError) as flushed:
-        worker.flush(FLUSH_S)
     with pytest.raises(StorageError) as error:
         future.result(FLUSH_S)
+    with pytest.raises(StorageError) as flushed:
+        worker.flush(FLUSH_S)
     assert error.value.args == flushed.value.args
+    worker.flush(FLUSH_S)
     assert "cannot be written" in error.value.what
     worker.close()
     door.now = None

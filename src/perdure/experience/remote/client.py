@@ -87,6 +87,7 @@ class RemoteStore:
         self._closing = threading.Event()
         self._away_since_s: float | None = None
         self._reason = ""
+        self._log_failure: FencedError | StorageError | None = None
         self._incarnation = IncarnationNumber(0)
         self._wire = self._open()
         self._live: Wire | None = self._wire
@@ -124,20 +125,20 @@ class RemoteStore:
         """Return when everything appended so far is answered; the store does not linger.
 
         Raises:
-            FencedError, StorageError: The log failed, or ``timeout_s`` have passed.
+            FencedError, StorageError: The log failed something since the last call; or
+                ``timeout_s`` have passed.
         """
         self._outbox.require_healthy()
         futures = [request.future for request in self._outbox.unanswered()]
-        if not futures:
-            return
-        self._send(self._live, number_frame(make_frame(FrameType.URGE, {}), 0))
+        if futures:
+            self._send(self._live, number_frame(make_frame(FrameType.URGE, {}), 0))
         _, late = concurrent.futures.wait(futures, timeout_s)
         if late:
             raise unreachable(self._path, f"{len(late)} appends got no answer in {timeout_s:g} s")
-        for future in futures:
-            error = future.exception()
-            if isinstance(error, FencedError | StorageError):
-                raise error
+        self._outbox.require_healthy()
+        failure, self._log_failure = self._log_failure, None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Wait until everything is answered, then hang up.
@@ -196,7 +197,10 @@ class RemoteStore:
         if frame.type is FrameType.ACKNOWLEDGED:
             self._outbox.acknowledge(frame.number, _position(frame))
         elif frame.type is FrameType.REFUSED:
-            self._outbox.refuse(frame.number, read_refusal(frame.fields))
+            error = read_refusal(frame.fields)
+            if isinstance(error, FencedError | StorageError):
+                self._log_failure = error
+            self._outbox.refuse(frame.number, error)
         else:
             raise BadFrameError(f"a store does not send {frame.type.name}")
         self._away_since_s = None
