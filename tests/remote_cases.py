@@ -15,6 +15,8 @@ import numpy as np
 from perdure.core.clock import ManualClock
 from perdure.core.faults import FaultHook, NoFaults
 from perdure.core.ids import GroupId, SessionId
+from perdure.core.record_types import GroupOutcome
+from perdure.core.records import GroupSettled
 from perdure.core.storage_api import Storage
 from perdure.experience import (
     ExperienceStore,
@@ -192,3 +194,17 @@ def check_log(storage: Storage, expected: Sequence[FinishedSession]) -> None:
 
 def state_of(store: ExperienceStore, group: int) -> str:
     return store.state.table.state_of(GroupId(group)).value
+
+
+def finished(group: int) -> GroupSettled:
+    return GroupSettled(GroupId(group), GroupOutcome.FINISHED)
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for another thread; fails after a minute."""
+    pause = threading.Event()
+    for _ in range(int(FLUSH_S / 0.002)):
+        if holds():
+            return
+        pause.wait(0.002)
+    raise AssertionError("it never came true")
