@@ -99,6 +99,7 @@ def _wrong_sessions() -> dict[str, FinishedSession]:
         "the reward is nan": session(0, 1, float("nan")),
         "the response is empty": good._replace(trajectory=empty),
         "int64": good._replace(trajectory=wide),
+        "float": good._replace(parts={"right": "very"}),  # type: ignore[dict-item]
     }
 
 
@@ -107,11 +108,22 @@ def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
     store: ExperienceStore, message: str, wrong: FinishedSession
 ) -> None:
     before = make.comparable(store.state)
-    with pytest.raises((TrainingError, TypeError), match=message):
+    with pytest.raises((TrainingError, TypeError, ValueError), match=message):
         store.sessions_done([session(0, 0), wrong])
     assert make.comparable(store.state) == before
     store.sessions_done([session(0, 0), session(0, 1)], settled=[SETTLED])
     store.flush(1)
+
+
+def test_numbers_of_any_kind_are_logged_as_numbers(
+    storage: MemoryStorage, store: ExperienceStore
+) -> None:
+    parts = {"right": np.float32(0.5), "count": 3, "sure": True}
+    store.sessions_done([FinishedSession(make.trajectory(0, 0), np.float64(1), parts)])
+    store.flush(1)
+    state, _ = read_experience(storage)
+    done = state.groups[GroupId(0)].settled(0)
+    assert done.batch.record.parts[done.row] == {"right": 0.5, "count": 3.0, "sure": 1.0}
 
 
 def test_a_record_with_an_illegal_session_does_not_count(

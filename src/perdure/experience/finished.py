@@ -114,7 +114,7 @@ def _entry(sessions: Sequence[FinishedSession]) -> Entry:
         tokens=tuple([int(np.count_nonzero(t.loss_mask_T.view(np.bool_))) for t in trajectories]),
         first_versions=tuple([first for first, _ in versions]),
         last_versions=tuple([last for _, last in versions]),
-        parts=tuple([dict(session.parts) for session in sessions]),
+        parts=tuple([{n: float(v) for n, v in session.parts.items()} for session in sessions]),
         payload=NOT_PLACED,
     )
     return Entry(record, trajectories=trajectories)
