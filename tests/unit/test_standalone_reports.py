@@ -19,7 +19,7 @@ import xxhash
 from standalone_loops import Events, StillClock, committed
 
 from perdure import CheckpointEngine, every
-from perdure.checkpoint import ReplayRing
+from perdure.checkpoint import ReplayRing, RingOptions
 from perdure.core.components import ComponentState
 from perdure.core.errors import ConfigError
 from perdure.storage import MemoryStorage
@@ -397,6 +397,19 @@ def test_35_a_ring_in_segments_comes_back_or_starts_cold_on_purpose() -> None:
     cold = make()
     restore(storage, {"replay": cold}, cold=["replay"])
     assert not cold.is_warm(1)
+
+
+def test_35_segments_are_stored_as_they_fill_not_only_when_saving() -> None:
+    options = RingOptions(segment_bytes=8 * 20)
+    storage, replay = MemoryStorage(), ReplayRing(1000, {"value": ("i8", ())}, options=options)
+    engine = engine_over(storage, {"replay": replay}, save=every(steps=100))
+    files: list[int] = []
+    for _ in engine.steps(7):
+        engine._run.saver.wait(20)
+        files.append(len(storage.list("segments/replay")))
+        replay.append({"value": np.arange(10)})
+    assert files == [0, 0, 1, 1, 2, 2, 3]
+    assert len(storage.list("segments/replay")) == 4
 
 
 # Files, versions, kills

@@ -266,6 +266,8 @@ class CheckpointEngine:
             self._warn(decision.warning)
         if decision.save or requested:
             self._stage(run, trigger)
+        else:
+            run.store_segments()
 
     def close(self) -> None:
         """Wait for pending saves and let the run go; :meth:`steps` does so by itself.

@@ -112,6 +112,9 @@ class SegmentedPart(Part):
     def segments(self) -> Sequence[Segment]:
         return cast("Segmented", self.component).segments()
 
+    def sealed(self) -> Sequence[Segment]:
+        return cast("Segmented", self.component).sealed()
+
     def load_segments(self, segments: Sequence[Segment] | None) -> None:
         """Raises ``ValueError``: they do not fit the loaded state."""
         cast("Segmented", self.component).load_segments(segments)

@@ -117,6 +117,10 @@ class OpenRun:
         name = CheckpointName("loop", progress.step, self._claimed.incarnation)
         return self.saver.stage(name, info=info, must=must)
 
+    def store_segments(self) -> None:
+        """Store what is there of whole segments, if the saver has nothing else to do."""
+        self.saver.store_segments(self._claimed.incarnation)
+
     def close(self, reason: str) -> None:
         """Wait for pending saves, end the log and let the run go.
 
