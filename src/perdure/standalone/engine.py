@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -366,9 +365,7 @@ class CheckpointEngine:
             )
 
     def _warn(self, message: str) -> None:
-        # The sink is the user's: what it raises is theirs, except while leaving.
-        with contextlib.suppress(BrokenPipeError):
-            self._world.events("warning", {"message": message})
+        self._world.events("warning", {"message": message})
 
 
 def _moved_on(run_dir: Path) -> ConfigError:

@@ -21,6 +21,7 @@ import numpy as np
 _PLAIN = (str, bytes, bool, float, type(None))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _INT64 = range(-(2**63), 2**64)
+_PIECE = 8 << 20
 DATA = "numbers, text, bytes, None, arrays, tensors, and dicts, lists, tuples and deques of them"
 
 
@@ -243,12 +244,20 @@ def _below(path: str, key: object) -> str:
 def _same(stored: Any, live: Any) -> bool:
     arrays = [isinstance(value, np.ndarray) or is_tensor(value) for value in (stored, live)]
     if all(arrays):
-        return tuple(stored.shape) == tuple(live.shape) and np.array_equal(
+        return tuple(stored.shape) == tuple(live.shape) and _equal_bytes(
             as_bytes(stored), as_bytes(live)
         )
     if isinstance(stored, float) and isinstance(live, float) and stored != stored:
         return live != live
     return not any(arrays) and bool(stored == live)
+
+
+def _equal_bytes(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool:
+    """In pieces: a comparison at once would take as much memory again."""
+    return one.size == other.size and all(
+        np.array_equal(one[start : start + _PIECE], other[start : start + _PIECE])
+        for start in range(0, one.size, _PIECE)
+    )
 
 
 def _short(value: object) -> str:
