@@ -41,6 +41,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/log.py
 	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

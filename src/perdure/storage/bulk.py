@@ -36,6 +36,7 @@ ALIGNMENT = 4096
 
 _ORPHAN_CHECK_S = 0.5
 _RECEIVE_BYTES = 64 << 10
+_BUFFERS = 3
 _MADV_POPULATE_READ = 22
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -52,7 +53,12 @@ def no_progress() -> None:
 
 
 def write_image(
-    path: str, data: memoryview, size: int, *, progress: Callable[[], None] = no_progress
+    path: str,
+    data: memoryview,
+    size: int,
+    *,
+    buffers: Sequence[memoryview] = (),
+    progress: Callable[[], None] = no_progress,
 ) -> ImageSums:
     """Create a file; its content is durable on return, its name is not.
 
@@ -61,6 +67,8 @@ def write_image(
         data: The bytes. For O_DIRECT they are page-aligned and reach up to the next multiple of
             :data:`ALIGNMENT` behind ``size``; otherwise they go through the page cache.
         size: Bytes of the file.
+        buffers: Two or more of :func:`chunk_buffer`: pieces go through them. Copying costs less
+            than what a disk needs longer for memory in small pages.
         progress: Called after every chunk.
 
     Raises:
@@ -68,60 +76,80 @@ def write_image(
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     direct = _open_direct(path) if data.nbytes >= aligned(size) > 0 else -1
-    hashing = _Hashing()
+    feed = _Feed(data, size, buffers)
     try:
         _allocate(descriptor, aligned(size))
-        for start in range(0, size, CHUNK_BYTES):
-            piece = data[start : min(start + CHUNK_BYTES, size)]
-            hashing.add(piece)
-            if direct >= 0 and not _write_direct(direct, data, start, size):
+        for start, blocks in feed:
+            if direct >= 0 and not _write_direct(direct, blocks, start):
                 os.close(direct)
                 direct = -1
             if direct < 0:
-                _write(descriptor, piece, start)
+                _write(descriptor, blocks[: size - start], start)
             progress()
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
-        sums = hashing.sums()
+        feed.close()
         os.close(descriptor)
         if direct >= 0:
             os.close(direct)
-    return sums
+    return feed.sums()
 
 
-class _Hashing:
-    """Checksums of pieces in a thread, while they are written; a single piece needs none."""
+class _Feed:
+    """Pieces of an image in order. A thread is some of them ahead with the checksums."""
 
-    def __init__(self) -> None:
-        self._pieces: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._added = 0
+    def __init__(self, data: memoryview, size: int, buffers: Sequence[memoryview]) -> None:
+        self._data, self._size = data, size
+        self._ready: queue.SimpleQueue[tuple[int, memoryview] | None] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
+        self._copies = bool(buffers)
+        self._closed = False
         self._whole = xxhash.xxh3_128()
         self._chunks: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
+        self._thread.start()
 
-    def add(self, piece: memoryview) -> None:
-        """Hash it some time before :meth:`sums` returns."""
-        if self._thread is None and self._added:
-            self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
-            self._thread.start()
-        self._pieces.put(piece)
-        self._added += 1
+    def __iter__(self) -> Generator[tuple[int, memoryview]]:
+        """``(offset, blocks)``; the blocks are used up when the next ones are asked for."""
+        for start, blocks in iter(self._ready.get, None):
+            yield start, blocks
+            if self._copies:
+                # The last one is shorter, and nothing comes behind it.
+                self._free.put(blocks)
+
+    def close(self) -> None:
+        """End the thread, wherever it is."""
+        self._closed = True
+        self._free.put(None)
+        self._thread.join()
 
     def sums(self) -> ImageSums:
-        """Those of all pieces. To be called once, whatever has happened."""
-        self._pieces.put(None)
-        if self._thread is None:
-            self._run()
-        else:
-            self._thread.join()
+        """Those of all pieces."""
         return ImageSums(self._whole.hexdigest(), tuple(self._chunks))
 
     def _run(self) -> None:
-        for piece in iter(self._pieces.get, None):
-            self._whole.update(piece)
-            # An object, not the one-shot function, so that other threads may run meanwhile.
-            self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
+        try:
+            for start in range(0, self._size, CHUNK_BYTES):
+                end = min(start + CHUNK_BYTES, aligned(self._size), self._data.nbytes)
+                blocks = self._data[start:end]
+                if self._copies:
+                    buffer = self._free.get()
+                    if buffer is None:
+                        return
+                    buffer[: end - start] = blocks
+                    blocks = buffer[: end - start]
+                if self._closed:
+                    return
+                piece = blocks[: self._size - start]
+                self._whole.update(piece)
+                # An object, not the one-shot function, so that other threads may run meanwhile.
+                self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
+                self._ready.put((start, blocks))
+        finally:
+            self._ready.put(None)
 
 
 def check_image(
@@ -148,14 +176,12 @@ def check_image(
     bad: list[int] = []
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        with _chunk_buffer() as buffer:
-            for index, checksum in enumerate(chunks):
-                start = index * CHUNK_BYTES
-                found = _read_chunk(descriptor, buffer, start, size)
-                if xxhash.xxh3_128(found).hexdigest() != checksum:
-                    bad.append(index)
-                found.release()
-                progress()
+        buffer = chunk_buffer()
+        for index, checksum in enumerate(chunks):
+            found = _read_chunk(descriptor, buffer, index * CHUNK_BYTES, size)
+            if xxhash.xxh3_128(found).hexdigest() != checksum:
+                bad.append(index)
+            progress()
     finally:
         os.close(descriptor)
     return bad
@@ -166,10 +192,10 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _write_direct(descriptor: int, data: memoryview, start: int, size: int) -> bool:
-    """Write one chunk; False if the file system takes no O_DIRECT after all."""
+def _write_direct(descriptor: int, blocks: memoryview, start: int) -> bool:
+    """Write whole blocks; False if the file system takes no O_DIRECT after all."""
     try:
-        _write(descriptor, data[start : min(start + CHUNK_BYTES, aligned(size))], start)
+        _write(descriptor, blocks, start)
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
@@ -195,15 +221,12 @@ def _read_chunk(descriptor: int, buffer: memoryview, start: int, size: int) -> m
     return buffer[: min(filled, wanted)]
 
 
-@contextlib.contextmanager
-def _chunk_buffer() -> Generator[memoryview]:
+def chunk_buffer() -> memoryview:
     """Room for one chunk. A disk takes far fewer requests for huge pages than for small ones."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    with mmap.mmap(-1, CHUNK_BYTES, flags=flags) as memory:
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        with memoryview(memory) as view:
-            yield view
+    memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def _open_direct(path: str, mode: int = os.O_WRONLY) -> int:
@@ -236,6 +259,7 @@ class Server:
         self._received = b""
         self._descriptors: list[int] = []
         self._memories: dict[int, mmap.mmap] = {}
+        self._buffers = [chunk_buffer() for _ in range(_BUFFERS)]
 
     def serve(self) -> None:
         """Work until the parent closes the socket or is gone."""
@@ -279,7 +303,13 @@ class Server:
             start = job["offset"]
             with memoryview(self._memories[job["memory"]]) as memory:
                 data = memory[start : start + aligned(job["size"])]
-                sums = write_image(job["path"], data, job["size"], progress=self._alive)
+                sums = write_image(
+                    job["path"],
+                    data,
+                    job["size"],
+                    buffers=self._buffers,
+                    progress=self._alive,
+                )
             return sums._asdict()
         elif kind == "check":
             bad = check_image(job["path"], job["size"], job["chunks"], progress=self._alive)
