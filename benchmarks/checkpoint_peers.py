@@ -175,7 +175,7 @@ class Dcp:
 
 
 class Orbax:
-    """Orbax's asynchronous checkpointer over numpy arrays, without compression."""
+    """Orbax's asynchronous checkpointer over numpy arrays, with its own settings."""
 
     def __init__(self, state: State) -> None:
         import orbax.checkpoint as ocp
