@@ -15,7 +15,7 @@ import pytest
 from drill_tools import RECIPE, assert_same_training
 from typer.testing import CliRunner
 
-from perdure.cli import ckpt
+from perdure.cli import checkpoints
 from perdure.cli.main import app
 from perdure.config import load_config
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
@@ -241,7 +241,7 @@ def test_the_audit_proves_nothing_of_what_it_cannot_read(
 def test_a_live_run_may_collect_a_checkpoint_meanwhile(
     half_done: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = ckpt.committed_checkpoints(PosixStorage(half_done))
+    before = checkpoints.committed_checkpoints(PosixStorage(half_done))
     log_as_read = iter([before] if command == "verify" else [])
     assert len(before) == 2
 
@@ -249,7 +249,7 @@ def test_a_live_run_may_collect_a_checkpoint_meanwhile(
         shutil.rmtree(half_done / "checkpoints" / before[0].directory, ignore_errors=True)
         return next(log_as_read, before[1:])
 
-    monkeypatch.setattr(ckpt, "committed_checkpoints", committed)
+    monkeypatch.setattr(checkpoints, "committed_checkpoints", committed)
     code, output = perdure("ckpt", command, half_done)
     assert code == 0, output
     assert before[0].directory not in output

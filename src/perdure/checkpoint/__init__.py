@@ -4,6 +4,7 @@ Torch-specific components lie in :mod:`perdure.checkpoint.torch_components`; imp
 does not import torch.
 """
 
+from perdure.checkpoint.comparison import Comparison, Difference, compare
 from perdure.checkpoint.components import ArraysComponent, ValuesComponent
 from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
 from perdure.checkpoint.files import FileProblem
@@ -21,6 +22,7 @@ from perdure.checkpoint.verification import (
     Quarantined,
     VerifyReport,
     choose,
+    committed_manifest,
     quarantined,
     verify,
 )
@@ -33,6 +35,8 @@ __all__ = [
     "CheckpointReader",
     "Choice",
     "CommitLedger",
+    "Comparison",
+    "Difference",
     "FileProblem",
     "Kind",
     "Manifest",
@@ -48,6 +52,8 @@ __all__ = [
     "ValuesComponent",
     "VerifyReport",
     "choose",
+    "committed_manifest",
+    "compare",
     "decode_manifest",
     "quarantined",
     "restore",

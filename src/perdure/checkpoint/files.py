@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -23,6 +23,16 @@ class FileProblem:
     reason: str
     unreadable: bool = False
     """The storage refused to read it, which may pass; otherwise the bytes are wrong or gone."""
+    chunks: tuple[int, ...] = ()
+    """Indices of the chunks that are wrong, where the manifest has checksums of chunks."""
+
+
+def wrong_bytes(file: str, chunks: Sequence[int] = ()) -> FileProblem:
+    """The problem of a file whose checksum does not match; it names the first few chunks."""
+    shown = ", ".join(str(index) for index in chunks[:5])
+    more = f" and {len(chunks) - 5} more" if len(chunks) > 5 else ""
+    where = f" in chunk{'s' if len(chunks) > 1 else ''} {shown}{more}" if chunks else ""
+    return FileProblem(file, f"checksum does not match{where}", chunks=tuple(chunks))
 
 
 def file_problem(
@@ -31,7 +41,7 @@ def file_problem(
     *,
     size: int,
     checksum: str,
-    explain: Callable[[memoryview], str] = lambda _: "",
+    locate: Callable[[memoryview], Sequence[int]] = lambda _: (),
 ) -> FileProblem | None:
     """What is wrong with the file at ``path``, if anything: presence, size, every byte.
 
@@ -40,16 +50,17 @@ def file_problem(
         path: The file.
         size: Bytes it must have.
         checksum: Its xxh3-128.
-        explain: Says more about bytes that are wrong, to be added to the reason.
+        locate: Finds the chunks that are wrong in bytes that are.
     """
     try:
         found = storage.size(path)
         if found != size:
             return FileProblem(path, f"{found} bytes, expected {size}")
         data = storage.map(path).data
-        if xxhash.xxh3_128_hexdigest(data) == checksum:
+        # An object, not the one-shot function, so that other threads may run meanwhile.
+        if xxhash.xxh3_128(data).hexdigest() == checksum:
             return None
-        return FileProblem(path, f"checksum does not match{explain(data)}")
+        return wrong_bytes(path, locate(data))
     except FileNotFoundError:
         return FileProblem(path, "missing")
     except StorageError as error:

@@ -10,9 +10,10 @@ from typing import Literal, Protocol
 import xxhash
 
 from perdure.checkpoint.arena import Arena
+from perdure.checkpoint.files import FileProblem, wrong_bytes
 from perdure.checkpoint.layout import FileImage
 from perdure.checkpoint.manifest import FileEntry
-from perdure.checkpoint.verification import FileProblem, check_file, describe_chunks
+from perdure.checkpoint.verification import check_file
 from perdure.core.errors import StorageError
 from perdure.core.events import EventSink
 from perdure.core.storage_api import Storage
@@ -202,8 +203,7 @@ def _chunk_sums(entry: FileEntry) -> tuple[str, ...]:
 def _problem(file: str, bad: list[int], entry: FileEntry) -> FileProblem | None:
     if not bad:
         return None
-    where = describe_chunks(bad) if entry.chunks else ""
-    return FileProblem(file, "checksum does not match" + where)
+    return wrong_bytes(file, bad if entry.chunks else ())
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from perdure.checkpoint.arena import materialize
-from perdure.checkpoint.layout import parse_header
+from perdure.checkpoint.layout import TensorSpec, parse_header
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     STATE_FILE,
@@ -51,6 +51,18 @@ class SegmentLoading:
 OPENED = SegmentLoading()
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in its file; ``data`` are its bytes there, not to be written to."""
+
+    spec: TensorSpec
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+
+    def load(self) -> Any:
+        """The tensor in memory of its own."""
+        return materialize(self.data, self.spec)
+
+
 class CheckpointReader:
     """Contents of one checkpoint. Every file is checked against the manifest as it is read."""
 
@@ -70,6 +82,10 @@ class CheckpointReader:
 
     def tensors(self, component: str) -> dict[str, Any]:
         """Tensors of a component in memory of their own: numpy arrays, torch where numpy cannot."""
+        return {name: stored.load() for name, stored in self.stored_tensors(component).items()}
+
+    def stored_tensors(self, component: str) -> dict[str, StoredTensor]:
+        """Tensors of a component, to be read one by one."""
         file = self.manifest.components[component].tensor_file
         if not file:
             return {}
@@ -79,7 +95,7 @@ class CheckpointReader:
         except ValueError as error:
             raise self._damaged(file, f"not a tensor file ({error})") from error
         return {
-            place.name: materialize(data[start + place.start : start + place.end], place.spec)
+            place.name: StoredTensor(place.spec, data[start + place.start : start + place.end])
             for place in places
         }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -80,7 +82,7 @@ def check_file(storage: Storage, root: str, file: str, entry: FileEntry) -> File
         f"{root}/{file}",
         size=entry.bytes,
         checksum=entry.checksum,
-        explain=lambda data: describe_chunks(bad_chunks(data, entry)),
+        locate=lambda data: bad_chunks(data, entry),
     )
     return None if problem is None else replace(problem, file=file)
 
@@ -95,21 +97,13 @@ def bad_chunks(data: memoryview, entry: FileEntry) -> list[int]:
     ]
 
 
-def describe_chunks(bad: Sequence[int]) -> str:
-    """``" in chunk 3"``, the first few of them; empty if there is nothing to say."""
-    if not bad:
-        return ""
-    shown = ", ".join(str(index) for index in bad[:5])
-    more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-    return f" in chunk{'s' if len(bad) > 1 else ''} {shown}{more}"
-
-
 def verify(
     storage: Storage,
     directory: str,
     *,
     manifest_digest: str = "",
     segments: SegmentCheck = "every byte",
+    executor: Executor | None = None,
 ) -> VerifyReport:
     """Check one checkpoint, byte by byte.
 
@@ -118,33 +112,77 @@ def verify(
         directory: Name below ``checkpoints/``.
         manifest_digest: What the commit says the manifest's digest is; empty = not compared.
         segments: How far the segments it names are checked.
+        executor: Checks several files at once; without one they are checked one after another.
 
     Raises:
         FutureFormatError: The manifest is intact but of a newer format.
     """
+    manifest = _read_manifest(storage, directory, manifest_digest)
+    if isinstance(manifest, FileProblem):
+        return VerifyReport(directory, None, (manifest,))
+    checks = _checks(storage, manifest, segments)
+    if executor is None:
+        found = [check() for check in checks]
+    else:
+        found = [future.result() for future in [executor.submit(check) for check in checks]]
+    return VerifyReport(directory, manifest, tuple(problem for problem in found if problem))
+
+
+def committed_manifest(storage: Storage, record: Checkpointed) -> Manifest:
+    """The manifest of a committed checkpoint; its files are not looked at.
+
+    Raises:
+        DamagedError: It is missing, or not the one that was committed.
+        StorageError: It cannot be read.
+        FutureFormatError: It is intact but of a newer format.
+    """
+    found = _read_manifest(storage, record.directory, record.manifest_digest)
+    if isinstance(found, Manifest):
+        return found
+    raise (StorageError if found.unreadable else DamagedError)(
+        found.reason,
+        where=f"{directory_path(record.directory)}/{MANIFEST}",
+        rule="a committed checkpoint has the manifest that the log names",
+        way_out="use another one: `perdure ckpt verify` says which are whole",
+    )
+
+
+def _read_manifest(storage: Storage, directory: str, digest: str) -> Manifest | FileProblem:
     path = f"{directory_path(directory)}/{MANIFEST}"
     try:
         data = storage.read(path)
-        if manifest_digest and digest_of(data) != manifest_digest:
-            return _without_manifest(directory, "digest differs from the committed one")
+        if digest and digest_of(data) != digest:
+            return FileProblem(MANIFEST, "digest differs from the committed one")
         manifest = decode_manifest(data, where=path)
     except FileNotFoundError:
-        return _without_manifest(directory, "missing")
+        return FileProblem(MANIFEST, "missing")
     except DamagedError as error:
-        return _without_manifest(directory, error.what)
+        return FileProblem(MANIFEST, error.what)
     except StorageError as error:
-        return _without_manifest(directory, error.what, unreadable=True)
+        return FileProblem(MANIFEST, error.what, unreadable=True)
     if manifest.name.directory != directory:
-        return _without_manifest(directory, f"belongs to {manifest.name.directory}")
-    root = directory_path(directory)
-    found = [check_file(storage, root, *item) for item in sorted(manifest.files.items())]
+        return FileProblem(MANIFEST, f"belongs to {manifest.name.directory}")
+    return manifest
+
+
+def _checks(
+    storage: Storage, manifest: Manifest, segments: SegmentCheck
+) -> list[Callable[[], FileProblem | None]]:
+    """One call for every file of a checkpoint."""
+    root = directory_path(manifest.name.directory)
+    checks: list[Callable[[], FileProblem | None]] = [
+        functools.partial(check_file, storage, root, path, entry)
+        for path, entry in sorted(manifest.files.items())
+    ]
     if segments != "nothing":
-        found += [
-            segment_problem(storage, one, component=name if segments == "index" else None)
+        checks += [
+            functools.partial(
+                segment_problem, storage, one, component=name if segments == "index" else None
+            )
             for name, stored in sorted(manifest.segments.items())
             for one in stored
         ]
-    return VerifyReport(directory, manifest, tuple(problem for problem in found if problem))
+    return checks
 
 
 def choose(
@@ -254,7 +292,3 @@ def quarantined(storage: Storage, directory: str) -> Quarantined | None:
     except (DamagedError, FileNotFoundError) as error:
         reason = f"its reason cannot be read ({error})"
     return Quarantined(f"{QUARANTINE}/{name}" if name in known else path, reason)
-
-
-def _without_manifest(directory: str, reason: str, *, unreadable: bool = False) -> VerifyReport:
-    return VerifyReport(directory, None, (FileProblem(MANIFEST, reason, unreadable),))

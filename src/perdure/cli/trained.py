@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.ckpt import committed_checkpoints, find_checkpoint
+from perdure.cli.checkpoints import committed_checkpoints, find_checkpoint
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
 
