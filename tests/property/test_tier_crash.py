@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -112,6 +114,30 @@ def test_every_request_may_be_the_last(done: bool) -> None:
         assert head.target.step == after.step
         check_no_leftovers(objects)
         assert resumed_elsewhere(objects).restored_step == after.step
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+def test_every_request_of_the_next_incarnation_may_be_the_last(done: bool) -> None:
+    """Then the disk is lost as well: another machine resumes, and ships."""
+    for number in itertools.count():
+        objects = memory_objects()
+        storage = MemoryStorage()
+        run = TieredRun(storage, keep=1)
+        ship_saves(run, objects, [], saves=2)
+        run.train()
+        run.release()
+        after = TieredRun(storage, keep=1)
+        breaking = BreakingObjects(objects, {number: (Died(), done)})
+        with contextlib.suppress(Died):
+            ship_saves(after, breaking, [], saves=1)
+        check_pulled(objects, [3], trained=after.step)
+        other = resumed_elsewhere(objects)
+        other.train_and_save()
+        other.push(objects, options=ONE)
+        assert resumed_elsewhere(objects).restored_step == other.step
+        if not breaking.broke:
+            break
+    assert number > 20
 
 
 def test_every_answer_may_be_lost_once() -> None:

@@ -18,7 +18,7 @@ INCARNATION_DIR = "incarnations"
 SEAL_DIR = "seals"
 RUN_FORMAT = 1
 COPIES = "files"
-"""Folder of files that a run may write again: each state is an object of its own."""
+"""Folder of the objects."""
 
 
 def run_id_of(storage: Storage) -> str:
@@ -52,22 +52,24 @@ def ship_files(
     storage: Storage,
     objects: ObjectStore,
     shipped: Mapping[str, RemoteFile],
-    *,
-    incarnation: IncarnationNumber,
-    changing: Sequence[str],
+    paths: Sequence[str],
 ) -> dict[str, RemoteFile]:
     """Store the small files that are new; returns all that count from now on.
 
+    Each state of a file is an object of its own. Which of them counts is decided by the pointer
+    alone: what a process stored that never moved it is nothing.
+
     Args:
+        storage: The run's storage.
+        objects: The run's prefix.
         shipped: What counts until now.
-        incarnation: Claims and seals of later ones are left out.
-        changing: Files that may be written again (``config.yaml``); absent ones are left out.
+        paths: Files to look at; absent ones are left out.
 
     Raises:
         FencedError: One that is written once is another one there: the run goes on elsewhere.
     """
     files = dict(shipped)
-    for path in [*_settled(storage, incarnation), *changing]:
+    for path in paths:
         try:
             data = storage.read(path)
         except FileNotFoundError:
@@ -76,27 +78,25 @@ def ship_files(
         known = files.get(path)
         if known is not None and known.checksum == checksum:
             continue
-        if is_settled(path):
-            files[path] = RemoteFile(path, len(data), checksum)
-            if known is not None or not _store_once(objects, path, data):
-                raise separate_ways("another file of this name is in the remote tier", where=path)
-        else:
-            key = f"{COPIES}/{checksum}/{path}"
-            objects.create(key, data)
-            files[path] = RemoteFile(key, len(data), checksum)
+        if known is not None and is_settled(path):
+            raise separate_ways("another file of this name is in the remote tier", where=path)
+        key = f"{COPIES}/{checksum}/{path}"
+        objects.create(key, data)
+        files[path] = RemoteFile(key, len(data), checksum)
     return files
 
 
-def _settled(storage: Storage, incarnation: IncarnationNumber) -> list[str]:
-    """``run.json``, claims and seals, in the order in which they may be relied upon."""
-    paths = [RUN_FILE]
-    for folder in (INCARNATION_DIR, SEAL_DIR):
-        numbers = (name.removesuffix(".json") for name in storage.list(folder))
-        known = sorted(int(number) for number in numbers if number.isdecimal())
-        paths += [f"{folder}/{number}.json" for number in known if number <= incarnation]
-    return paths
+def claims(storage: Storage, incarnation: IncarnationNumber) -> list[str]:
+    """``run.json`` and the claims up to an incarnation: who ships."""
+    return [RUN_FILE, *_numbered(storage, INCARNATION_DIR, incarnation)]
 
 
-def _store_once(objects: ObjectStore, key: str, data: bytes) -> bool:
-    """Create an object; False if one with other bytes has the key."""
-    return objects.create(key, data) or objects.read(key) == data
+def seals(storage: Storage, incarnation: IncarnationNumber) -> list[str]:
+    """Seals up to an incarnation. They say how long log files are: they count with the log only."""
+    return _numbered(storage, SEAL_DIR, incarnation)
+
+
+def _numbered(storage: Storage, folder: str, incarnation: IncarnationNumber) -> list[str]:
+    numbers = (name.removesuffix(".json") for name in storage.list(folder))
+    known = sorted(int(number) for number in numbers if number.isdecimal())
+    return [f"{folder}/{number}.json" for number in known if number <= incarnation]

@@ -19,7 +19,7 @@ from perdure.checkpoint.tier.objects import RetryingObjects
 from perdure.checkpoint.tier.options import TierContext
 from perdure.checkpoint.tier.pieces import segments_of
 from perdure.checkpoint.tier.pins import Pins
-from perdure.checkpoint.tier.run_files import claim_of, run_id_of, ship_files
+from perdure.checkpoint.tier.run_files import claim_of, claims, run_id_of, seals, ship_files
 from perdure.checkpoint.tier.upload import Upload, read_committed
 from perdure.core.errors import DamagedError, FutureFormatError
 from perdure.core.faults import FaultPoint
@@ -171,26 +171,21 @@ class Shipment:
             return
         self._pointer.load()
         if self.head.incarnation != self.incarnation or self.head.sequence == 0:
-            # The files before anything else: an incarnation that was claimed twice ends here.
-            state = self._store_files()
-            self._pointer.swap(lambda head: replace(head, files={**head.files, **state}))
+            # Before anything else: an incarnation that was claimed twice ends here.
+            files = self._store_files(claims(self.storage, self.incarnation))
+            self._pointer.swap(lambda head: replace(head, files={**head.files, **files}))
         self.pins.pin(self._pinned(self.head), notes=self._notes())
         self._loaded = True
 
-    def _store_files(self) -> dict[str, RemoteFile]:
-        return ship_files(
-            self.storage,
-            self.objects,
-            self.head.files,
-            incarnation=self.incarnation,
-            changing=self.context.options.changing,
-        )
+    def _store_files(self, paths: list[str]) -> dict[str, RemoteFile]:
+        return ship_files(self.storage, self.objects, self.head.files, paths)
 
     def _store_state(self) -> _State:
         """The log and the small files. The cut comes first: files that it needs are older."""
         wall_s = self.context.clock.wall_s()
         cut = log_cut(self.storage, upto=self.incarnation)
-        files = self._store_files()
+        paths = claims(self.storage, self.incarnation) + seals(self.storage, self.incarnation)
+        files = self._store_files([*paths, *self.context.options.changing])
         log = ship_log(
             self.storage,
             self.objects,
