@@ -229,10 +229,10 @@ class TieredRun:
 def resumed_elsewhere(objects: ObjectStore, **more: Any) -> TieredRun:
     """The run as an empty machine gets it: pulled, claimed, its checkpoint restored."""
     storage = MemoryStorage()
-    pull(storage, objects, context=context())
+    report = pull(storage, objects, context=context())
     # Its clock is another one, and so is its claim.
     run = TieredRun(storage, clock=ManualClock(2_000_000.0), **more)
-    assert run.engine.verify(read_head(objects).checkpoints[-1].directory).ok
+    assert run.engine.verify(report.checkpoint).ok
     return run
 
 

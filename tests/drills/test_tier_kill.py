@@ -64,13 +64,14 @@ def check_remote(objects: ObjectStore, at_least: int) -> int:
         assert at_least == 0
         return 0
     assert target.step >= at_least
-    other = resumed_elsewhere(objects)
-    assert other.restored_step == target.step
-    return target.step
+    # A request that was under way when its process died may still be done: it may be newer.
+    restored = resumed_elsewhere(objects).restored_step
+    assert restored >= target.step
+    return restored
 
 
-def kill_at_random(server: S3Server, tmp_path: Path, *, seed: int, kills: int) -> int:
-    """Kill one run again and again; returns how many checkpoints the pointer has passed."""
+def kill_at_random(server: S3Server, tmp_path: Path, *, seed: int, kills: int) -> None:
+    """Kill one run again and again; in the end it ships as if nothing had been."""
     prefix = new_prefix()
     objects = s3_objects(server.url, prefix)
     moments = random.Random(seed)
@@ -83,20 +84,23 @@ def kill_at_random(server: S3Server, tmp_path: Path, *, seed: int, kills: int) -
         process.send_signal(signal.SIGKILL)
         assert wait_for(process) == -signal.SIGKILL
         step = check_remote(objects, step)
-    return step
+    plan = [{"point": "remote_manifest_stored", "hit": 2}]
+    last = start("train", tmp_path / "run", server.url, prefix, plan)
+    assert wait_for(last) == -signal.SIGKILL
+    assert check_remote(objects, step) > step
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_killed_while_shipping_at_random_moments(
     server: S3Server, tmp_path: Path, seed: int
 ) -> None:
-    assert kill_at_random(server, tmp_path, seed=seed, kills=4) > 0
+    kill_at_random(server, tmp_path, seed=seed, kills=4)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 115))
 def test_killed_while_shipping_many_times(server: S3Server, tmp_path: Path, seed: int) -> None:
-    assert kill_at_random(server, tmp_path, seed=seed, kills=20) > 0
+    kill_at_random(server, tmp_path, seed=seed, kills=20)
 
 
 @pytest.mark.parametrize("point", SHIPPING)

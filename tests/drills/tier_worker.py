@@ -29,7 +29,7 @@ def main() -> None:
     if action == "pull":
         pull(storage, objects, context=TierContext(SystemClock(), options, faults=plan))
         return
-    run = TieredRun(storage, keep=1, clock=SystemClock(), take_over=True)
+    run = TieredRun(storage, keep=1, clock=SystemClock(), take_over=True, segment_bytes=1 << 15)
     tier = run.tier(objects, options=options, faults=plan)
     print("training", flush=True)
     for _ in range(STEPS):

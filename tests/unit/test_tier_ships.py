@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter
 
 import pytest
 from tier_cases import (
     OPTIONS,
     RUN_ID,
+    WAIT_S,
     BreakingObjects,
     Said,
     TieredRun,
@@ -26,6 +28,7 @@ from perdure.checkpoint.tier import (
     read_head,
 )
 from perdure.checkpoint.tier.head import decode_head
+from perdure.checkpoint.tier.objects import Bytes
 from perdure.core import sealed_json
 from perdure.core.clock import ManualClock
 from perdure.core.errors import (
@@ -36,6 +39,7 @@ from perdure.core.errors import (
     NothingToResumeError,
     RunBusyError,
 )
+from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.storage import MemoryStorage
 
 MODEL = "model/policy.safetensors"
@@ -121,6 +125,35 @@ def test_an_interrupted_upload_stores_only_the_missing_pieces() -> None:
     stored = [key for action, key in again.requests if action == "create"]
     assert not set(there) & set(stored)
     assert resumed_elsewhere(other).restored_step == 1
+
+
+def test_an_upload_goes_on_after_the_process_that_began_it() -> None:
+    """What was begun stays here although newer ones are saved, and is finished first."""
+    objects = memory_objects()
+    storage = MemoryStorage()
+    run = TieredRun(storage, keep=1)
+    begun = run.train_and_save()
+    stops = FaultPlan([FaultRule(FaultPoint.REMOTE_PIECE_STORED, 2, FaultAction.RAISE)])
+    with pytest.raises(InjectedFault):
+        run.push(objects, faults=stops)
+    assert read_head(objects).uploading == begun
+    run.release()
+    after = TieredRun(storage, keep=1)
+    gate = threading.Event()
+
+    class Held(BreakingObjects):
+        def create(self, key: str, data: Bytes) -> bool:
+            assert gate.wait(WAIT_S)
+            return super().create(key, data)
+
+    said = Said()
+    tier = after.tier(Held(objects), events=said)
+    for _ in range(3):
+        newest = after.train_and_save()
+    gate.set()
+    tier.close()
+    shipped = [fields["name"] for name, fields in said.events if name == "checkpoint_shipped"]
+    assert shipped == [begun, newest]
 
 
 def test_a_piece_that_was_stored_wrong_is_stored_again_before_the_pointer_moves() -> None:
@@ -244,6 +277,29 @@ def test_a_log_part_that_is_missing_or_wrong_is_damage() -> None:
     objects.delete(["head.json"])
     run.push(objects)
     assert resumed_elsewhere(objects).restored_step == 1
+
+
+def test_a_pull_follows_a_pointer_that_moves() -> None:
+    """While a checkpoint is fetched, the run ships others and drops it."""
+    objects = memory_objects()
+    run = TieredRun(MemoryStorage(), keep=1)
+    run.train_and_save()
+    one = dataclasses.replace(OPTIONS, keep=1, parallel=1)
+    run.push(objects, options=one)
+
+    class Moving(BreakingObjects):
+        def read_into(self, key: str, out: memoryview) -> bool:
+            if run.step < 4:
+                run.train_and_save()
+                run.push(objects, options=one)
+            return super().read_into(key, out)
+
+    said = Said()
+    storage = MemoryStorage()
+    report = pull(storage, Moving(objects), context=context(events=said, options=one))
+    assert report.checkpoint == "step-00000004-1"
+    assert said.names() == ["pulled"], "what was dropped is not damaged"
+    assert TieredRun(storage).restored_step == 4
 
 
 def test_an_interrupted_pull_is_no_run_and_goes_on() -> None:

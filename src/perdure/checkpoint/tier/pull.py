@@ -22,6 +22,7 @@ from perdure.checkpoint.manifest import (
 )
 from perdure.checkpoint.tier.download import Download, Range, Wanted
 from perdure.checkpoint.tier.head import (
+    HEAD,
     Head,
     RemoteCheckpoint,
     RemoteFile,
@@ -29,7 +30,7 @@ from perdure.checkpoint.tier.head import (
     separate_ways,
 )
 from perdure.checkpoint.tier.log_files import LOG_DIR, LogPart, chain
-from perdure.checkpoint.tier.objects import ObjectStore, RetryingObjects
+from perdure.checkpoint.tier.objects import ObjectStore, RemoteUnavailableError, RetryingObjects
 from perdure.checkpoint.tier.options import TierContext
 from perdure.checkpoint.tier.pieces import files_of, pieces_of, segments_of
 from perdure.checkpoint.tier.pins import Pins
@@ -39,6 +40,8 @@ from perdure.core.events import EventSink
 from perdure.core.ids import IncarnationNumber
 from perdure.core.storage_api import Storage
 
+_STATES = 10
+"""Times the pointer may be replaced under a pull before it gives up."""
 LOCK_FILE = "lock"
 """Kernel lock of whoever writes the run."""
 
@@ -88,16 +91,33 @@ def pull(
     options, clock = context.options, context.clock
     retrying = RetryingObjects(objects, policy=options.retry, clock=clock)
     started_s = clock.monotonic_s()
-    head = read_head(retrying)
     storage.make_dirs("")
     with _held(storage), ThreadPoolExecutor(options.parallel) as executor:
-        _check_local(storage, head)
         download = Download(storage, retrying, options, executor, context.faults)
-        pulled = _Pull(download, head, context.events)
-        report = pulled.run(checkpoint, now_wall_s=clock.wall_s())
+        report = _pull_steady(download, context, checkpoint)
     fields = {"bytes": report.bytes, "seconds": clock.monotonic_s() - started_s}
     context.events("pulled", {"name": report.checkpoint, **fields})
     return report
+
+
+def _pull_steady(download: Download, context: TierContext, checkpoint: str | None) -> PullReport:
+    """Pull what one state of the pointer names; again if it was replaced and that has gone."""
+    head = read_head(download.objects)
+    for _ in range(_STATES):
+        _check_local(download.storage, head)
+        pulled = _Pull(download, head, context.events)
+        try:
+            return pulled.run(checkpoint, now_wall_s=context.clock.wall_s())
+        except DamagedError:
+            newer = read_head(download.objects)
+            if newer.sequence == head.sequence:
+                raise
+            head = newer
+    raise RemoteUnavailableError(
+        f"the pointer was replaced {_STATES} times while it was followed",
+        where=HEAD,
+        way_out="pull again, or stop the run that ships",
+    )
 
 
 @contextlib.contextmanager
@@ -173,6 +193,8 @@ class _Pull:
             try:
                 return one.directory, tuple(skipped), self._fetch_checkpoint(one)
             except DamagedError as error:
+                if read_head(self.download.objects).sequence != self.head.sequence:
+                    raise
                 skipped.append((one.directory, str(error)))
                 fields = {"file": error.where, "reason": error.what}
                 self.events("checkpoint_damaged", {"name": one.directory, **fields})

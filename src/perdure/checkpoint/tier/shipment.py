@@ -316,7 +316,8 @@ class Shipment:
         return {record.directory for record in self.ledger.committed()}
 
     def _pinned(self, head: Head) -> set[str]:
-        return {one.directory for one in head.checkpoints}
+        """What is pointed to, and what was begun: its upload goes on."""
+        return {one.directory for one in head.checkpoints} | ({head.uploading} - {""})
 
     def _note(self) -> None:
         self.pins.pin(self._pinned(self.head), notes=self._notes())
