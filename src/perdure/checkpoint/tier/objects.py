@@ -93,7 +93,8 @@ class RetryPolicy:
 
     def delay_s(self, attempt: int, *, key: str) -> float:
         """Wait after the ``attempt``-th failure (from 1) of a request for ``key``."""
-        bound_s = min(self.first_delay_s * 2.0 ** (attempt - 1), self.longest_delay_s)
+        # A store may be down for days: the power has to stay a number.
+        bound_s = min(self.first_delay_s * 2.0 ** min(attempt - 1, 64), self.longest_delay_s)
         share = generator(attempt, f"retry {key}").random()
         return float(bound_s * (0.5 + share / 2))
 
