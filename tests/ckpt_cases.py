@@ -33,6 +33,7 @@ def script(run: Path, *, steps: int, weights: int = 8, keep: int = 5, **more: An
     for step in engine.steps(steps, change_total=True):
         model += 1
         counter["seen"] = step
+        engine.save()
         while engine._run is not None and engine._run.saver.pending:
             engine._run.saver.wait(30)
 

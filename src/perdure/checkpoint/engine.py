@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from perdure.checkpoint import retention, verification, writer
 from perdure.checkpoint.arena import Arena
+from perdure.checkpoint.collector import Collector
 from perdure.checkpoint.guard import TornCopyError
 from perdure.checkpoint.image_files import ImageFiles, image_files, share_from
 from perdure.checkpoint.ledger import CheckpointTier, CommitLedger
@@ -269,23 +270,7 @@ class CheckpointEngine:
         is listed as collected first. Call it after the run was claimed and before the first save.
         Anything with a manifest that was not collected stays.
         """
-        committed = self.ledger.committed()
-        named = {record.directory for record in committed}
-        stale = tuple(
-            directory
-            for directory in collected
-            if directory not in named and self.storage.exists(directory_path(directory))
-        )
-        retention.release_segments(self.storage, stale, self._segments)
-        for directory in stale:
-            retention.remove(self.storage, directory)
-        cut_off = (
-            *retention.orphans(self.storage, committed),
-            *retention.orphan_segments(self.storage, committed),
-        )
-        if cut_off:
-            self._collect(cut_off)
-        return stale + cut_off
+        return self._collector.sweep(collected)
 
     def _refuse_used(self, name: CheckpointName) -> None:
         committed = {record.directory for record in self.ledger.committed()}
@@ -425,18 +410,18 @@ class CheckpointEngine:
         if surplus and self.tier is not None:
             surplus = self.tier.let_go(surplus)
         if surplus:
-            self._collect(surplus)
+            self._collector.collect(surplus)
 
-    def _collect(self, directories: tuple[str, ...]) -> None:
-        retention.collect(
+    @property
+    def _collector(self) -> Collector:
+        return Collector(
             self.storage,
-            directories,
-            ledger=self.ledger,
-            faults=self.faults,
+            self.ledger,
+            self._segments,
+            self.faults,
+            self.events,
             timeout_s=self.options.commit_timeout_s,
-            segments=self._segments,
         )
-        self.events("checkpoint_collected", {"names": ",".join(directories)})
 
     def _discard(self, name: CheckpointName) -> None:
         """Free what a failed save has written; it was never a checkpoint."""

@@ -10,6 +10,8 @@ from perdure.cli import checkpoints
 from perdure.cli.checkpoint_table import NONE_YET, Row, look_at, table
 from perdure.cli.checkpoints import RunArgument, describe, find_checkpoint, newest, set_aside
 from perdure.cli.ckpt_diff import DIFF_EXAMPLES, diff_checkpoints
+from perdure.cli.ckpt_gc import GC_EXAMPLES, collect_checkpoints
+from perdure.cli.ckpt_remote import PULL_EXAMPLES, PUSH_EXAMPLES, pull_run, push_run
 from perdure.cli.ckpt_verify import VERIFY_EXAMPLES, verify_checkpoints
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
@@ -29,6 +31,9 @@ app = typer.Typer(
 
 app.command("verify", epilog=VERIFY_EXAMPLES)(verify_checkpoints)
 app.command("diff", epilog=DIFF_EXAMPLES)(diff_checkpoints)
+app.command("gc", epilog=GC_EXAMPLES)(collect_checkpoints)
+app.command("pull", epilog=PULL_EXAMPLES)(pull_run)
+app.command("push", epilog=PUSH_EXAMPLES)(push_run)
 
 
 @app.command("list", epilog="Example: perdure ckpt list runs/tiny-1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,7 +150,7 @@ def open_objects(
         "timeout": timedelta(seconds=request_timeout_s),
         "connect_timeout": timedelta(seconds=connect_timeout_s),
     }
-    if str(settings.get("endpoint", "")).startswith("http://"):
+    if _endpoint(settings).startswith("http://"):
         client["allow_http"] = True
     try:
         store = S3Store.from_url(
@@ -202,6 +203,13 @@ def _tag(key: str, tag: str | None) -> str:
             way_out="use a store with ETags",
         )
     return tag
+
+
+def _endpoint(settings: Mapping[str, Any]) -> str:
+    """The address of the server, from the settings or from where the library looks for it."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    given = [settings.get("endpoint"), *(os.environ.get(name) for name in names)]
+    return next((str(address) for address in given if address), "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,60 @@
+"""``perdure ckpt gc``: checkpoints that the rules of retention do not keep."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated
+
+import typer
+
+from perdure.cli.checkpoints import RunArgument
+from perdure.cli.output import JsonOption, print_json
+from perdure.cli.runs import open_run
+
+GC_EXAMPLES = (
+    "Examples:\n\nperdure ckpt gc runs/tiny-1 --dry-run\n\nperdure ckpt gc runs/tiny-1 --keep 1"
+)
+
+
+def collect_checkpoints(
+    run: RunArgument,
+    *,
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, metavar="N", help="Newest checkpoints that stay.")
+    ] = 2,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would go; claim and change nothing.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Delete checkpoints beyond the newest N, and what cut-off saves left behind.
+
+    The run is claimed, so nobody may be training it. The newest checkpoint that verifies, byte by
+    byte, always stays, and so does what the remote tier needs; quarantine is not touched.
+    """
+    from perdure.core.clock import SystemClock
+    from perdure.core.faults import NoFaults
+    from perdure.runtime.maintenance import Place, collect_run, would_collect
+
+    storage = open_run(run)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as executor:
+        if dry_run:
+            done = would_collect(storage, keep=keep, executor=executor)
+        else:
+            place = Place(storage, SystemClock(), NoFaults())
+            done = collect_run(place, keep=keep, executor=executor)
+    plan, leftovers = done.plan, (*done.leftovers.stale, *done.leftovers.cut_off)
+    if json:
+        names = {"kept": plan.kept, "collected": plan.surplus, "leftovers": leftovers}
+        print_json({"run": str(run), "dry_run": dry_run, "verified": plan.verified, **names})
+        return
+    verb = "would go" if dry_run else "deleted"
+    for name in plan.kept:
+        typer.echo(f"{name:<24} kept{', verified' if name == plan.verified else ''}")
+    for name in plan.surplus:
+        typer.echo(f"{name:<24} {verb}")
+    for name in leftovers:
+        typer.echo(f"{name:<24} {verb} (left behind)")
+    if not plan.surplus and not leftovers:
+        typer.echo("nothing to collect")
