@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack
 
 from perdure.checkpoint import CheckpointOptions, Choice, Kind
 from perdure.checkpoint.image_files import WriterKind
+from perdure.checkpoint.tier import ObjectStore, TierStatus
 from perdure.core.clock import Clock, SystemClock
 from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
 from perdure.core.events import EventSink
@@ -17,6 +18,7 @@ from perdure.core.storage_api import Storage
 from perdure.standalone.checks import check_restored
 from perdure.standalone.policy import SavePolicy, SaveTrigger, every
 from perdure.standalone.registration import Mirror, Parts
+from perdure.standalone.remote import Remote
 from perdure.standalone.run import OpenRun, RestoredFrom, Restoring, World, log_event, open_run
 from perdure.standalone.signals import SignalRequests
 from perdure.storage import PosixStorage
@@ -71,6 +73,8 @@ class CheckpointEngine:
         save: When to save.
         keep: Newest checkpoints that stay.
         required: Names that must be registered before anything is saved.
+        remote: ``s3://bucket/prefix``, one prefix per run: everything committed is shipped there,
+            and fetched from there when ``run_dir`` is empty.
         options: See :class:`EngineOptions`.
     """
 
@@ -81,10 +85,12 @@ class CheckpointEngine:
         save: SavePolicy | None = None,
         keep: int = 3,
         required: Iterable[str] = (),
+        remote: str | ObjectStore | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
         clock = options.get("clock") or SystemClock()
         faults = options.get("faults") or NoFaults()
+        events = options.get("events") or log_event
         self.restored_from: RestoredFrom | None = None
         """What this process went on from; None after a fresh start."""
         self._world = World(
@@ -92,7 +98,8 @@ class CheckpointEngine:
             storage=options.get("storage") or PosixStorage(Path(run_dir), faults=faults),
             clock=clock,
             faults=faults,
-            events=options.get("events") or log_event,
+            events=events,
+            remote=Remote(remote, clock=clock, faults=faults, events=events) if remote else None,
         )
         self._policy = save or every(minutes=20)
         self._bounds = CheckpointOptions(
@@ -127,6 +134,10 @@ class CheckpointEngine:
     def last_error(self) -> Exception | None:
         """Why the newest save failed; None once a later one is committed."""
         return self._run.saver.last_error if self._run else None
+
+    def remote_status(self) -> TierStatus | None:
+        """How far shipping is behind; None without a remote tier or before the first step."""
+        return self._world.remote.status() if self._world.remote else None
 
     def register(self, **parts: object) -> None:
         """Register parts of the loop under names, each by its type.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from perdure.experience.seals import SEAL_DIR
 from perdure.runtime.ledger import LogLedger
 from perdure.runtime.log_reach import check_log_reaches_checkpoints
 from perdure.standalone.parts import Progress
+from perdure.standalone.remote import Remote
 
 ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE)
 """Directories where a killed process may have left a temporary file."""
@@ -52,6 +54,7 @@ class World:
     clock: Clock
     faults: FaultHook
     events: EventSink
+    remote: Remote | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +130,12 @@ class OpenRun:
         Raises:
             PerdureError: Something could not be made durable. The run is let go all the same.
         """
-        try:
+        with contextlib.ExitStack() as stack:
+            if self._world.remote is not None:
+                # Last: it ships the end of the log as well.
+                stack.callback(self._world.remote.close)
+            stack.callback(self._store.close, reason)
             self.saver.close()
-        finally:
-            self._store.close(reason)
 
     def abandon(self, reason: str) -> None:
         """As :meth:`close`, while another error is on its way: failures are reported only."""
@@ -162,6 +167,8 @@ def open_run(
         ConfigError: Stored and registered parts differ, or this is a run of ``perdure train``.
     """
     _require_storable(registry)
+    if world.remote is not None:
+        world.remote.fetch_if_absent(world.storage)
     _create_if_absent(world)
     check_log_reaches_checkpoints(world.storage)
     claimed = claim_experience(
@@ -191,6 +198,10 @@ def open_run(
     run = OpenRun(world, claimed=claimed, store=store, saver=saver)
     ledger.start(store)
     try:
+        if world.remote is not None:
+            saver.tier = world.remote.start(
+                world.storage, ledger=ledger, incarnation=claimed.incarnation
+            )
         saver.reserve()
         saver.sweep(store.state.collected)
         for path in ATOMIC_WRITES_GO_TO:
