@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ def perdure(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def script(run: Path, *, steps: int, weights: int = 8, keep: int = 5, **more: Any) -> None:
+def script(
+    run: Path,
+    *,
+    steps: int,
+    weights: int = 8,
+    keep: int = 5,
+    each: Callable[[int], None] = lambda _: None,
+    **more: Any,
+) -> None:
     """Train, saving every step: weights grow by one, and so does a counter."""
     engine = CheckpointEngine(run, save=every(steps=1), keep=keep)
     model, counter = np.zeros(weights, np.float32), {"seen": 0, "name": "x"}
@@ -33,6 +42,7 @@ def script(run: Path, *, steps: int, weights: int = 8, keep: int = 5, **more: An
     for step in engine.steps(steps, change_total=True):
         model += 1
         counter["seen"] = step
+        each(step)
         engine.save()
         while engine._run is not None and engine._run.saver.pending:
             engine._run.saver.wait(30)

@@ -16,7 +16,10 @@ from perdure import CheckpointEngine
 from perdure.audit import audit_run
 from perdure.checkpoint import ReplayRing
 from perdure.checkpoint.tier.pins import Pins
+from perdure.core.clock import SystemClock
+from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.experience import read_experience
+from perdure.runtime.maintenance import Place, collect_run
 from perdure.storage import PosixStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "run-v1"
@@ -122,6 +125,36 @@ def test_gc_of_a_trainers_run_leaves_its_history(tmp_path: Path) -> None:
     after, _ = read_experience(PosixStorage(run))
     assert (after.last_step, after.step_done) == (before.last_step, before.step_done)
     assert after.incarnations[-1].config_digest == before.incarnations[-1].config_digest
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        FaultPoint.CLAIM_SEALED,
+        FaultPoint.COLLECT_LOGGED,
+        FaultPoint.SEGMENTS_COLLECTED,
+        FaultPoint.COLLECTED,
+    ],
+)
+def test_gc_cut_short_is_finished_by_the_next(tmp_path: Path, point: FaultPoint) -> None:
+    run = tmp_path / "run"
+    ring = ReplayRing(4, {"x": ("f4", ())})
+    script(
+        run,
+        steps=3,
+        each=lambda step: ring.append({"x": np.full(4, step, np.float32)}),
+        replay=ring,
+    )
+    newest = names(run)[-1]
+    plan = FaultPlan([FaultRule(point, 1, FaultAction.RAISE)])
+    with pytest.raises(InjectedFault):
+        collect_run(Place(PosixStorage(run), SystemClock(), plan), keep=1)
+    assert plan.fired
+    assert newest in names(run)
+    assert perdure("ckpt", "gc", run, "--keep", "1")[0] == 0
+    assert names(run) == [newest]
+    assert perdure("ckpt", "verify", run)[0] == 0
+    audited(run)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from perdure.checkpoint.files import FileProblem
 from perdure.checkpoint.guard import ChangeCounter
 from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
+from perdure.checkpoint.migrations import Migration, Migrations
 from perdure.checkpoint.registry import Kind, Registry
 from perdure.checkpoint.restoration import CheckpointReader, restore
 from perdure.checkpoint.segments.arrays import ReplayArrays
@@ -41,6 +42,8 @@ __all__ = [
     "Kind",
     "Manifest",
     "MemoryLedger",
+    "Migration",
+    "Migrations",
     "Priorities",
     "Quarantined",
     "Registry",

@@ -25,7 +25,7 @@ from perdure.checkpoint.manifest import (
 )
 from perdure.checkpoint.options import CheckpointOptions
 from perdure.checkpoint.registry import Registry
-from perdure.checkpoint.restoration import SegmentLoading, restore
+from perdure.checkpoint.restoration import Loading, restore
 from perdure.checkpoint.segments.store import SegmentStore
 from perdure.checkpoint.snapshot import Snapshot, Stager
 from perdure.checkpoint.verification import Choice, SegmentCheck, VerifyReport
@@ -258,8 +258,8 @@ class CheckpointEngine:
             cold: Segmented components that start without their rows.
         """
         entries = self.registry.entries()
-        segments = SegmentLoading(cold, self._segments)
-        restore(self.storage, choice, entries, faults=self.faults, only=only, segments=segments)
+        how = Loading(cold, self._segments, self.registry.migrations)
+        restore(self.storage, choice, entries, faults=self.faults, only=only, how=how)
         self.events("restored", {"name": choice.directory, "step": choice.name.step})
 
     def sweep(self, collected: Sequence[str] = ()) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from perdure.checkpoint.migrations import Migrations
 from perdure.core.components import Checkpointable
 from perdure.core.errors import ConfigError
 
@@ -42,9 +43,13 @@ class Registry:
 
     Args:
         required: Names that must be registered before anything may be saved or restored.
+        migrations: Applied to stored states of older schema versions before they are loaded.
     """
 
-    def __init__(self, required: Iterable[str] = ()) -> None:
+    def __init__(
+        self, required: Iterable[str] = (), *, migrations: Migrations | None = None
+    ) -> None:
+        self.migrations = migrations or Migrations()
         self._required = tuple(required)
         self._entries: dict[str, Entry] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
@@ -19,6 +19,7 @@ from perdure.checkpoint.manifest import (
     Manifest,
     directory_path,
 )
+from perdure.checkpoint.migrations import Migrations
 from perdure.checkpoint.registry import Entry
 from perdure.checkpoint.segments.mapped import MappedSegment, Mappings, open_segment
 from perdure.checkpoint.segments.store import SegmentStore
@@ -36,19 +37,21 @@ RESTORED = "restored.json"
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentLoading:
-    """How segments come back.
+class Loading:
+    """How states come back.
 
     Attributes:
         cold: Segmented components that start without their rows (an empty replay, say).
-        store: Opens them; without one, a segment that is found damaged stays in its place.
+        store: Opens segments; without one, a segment that is found damaged stays in its place.
+        migrations: Applied to states of older schema versions.
     """
 
     cold: Collection[str] = ()
     store: SegmentStore | None = None
+    migrations: Migrations = field(default_factory=Migrations)
 
 
-OPENED = SegmentLoading()
+AS_STORED = Loading()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ def restore(
     *,
     faults: FaultHook,
     only: Collection[str] | None = None,
-    segments: SegmentLoading = OPENED,
+    how: Loading = AS_STORED,
 ) -> None:
     """Load components in place, in the order of ``entries`` (that of the registry).
 
@@ -156,15 +159,16 @@ def restore(
         entries: Registered components.
         faults: Reached when started, when the models are loaded and when done.
         only: Names to load (weights only, say); None = all, and every stored one must be known.
-        segments: Where segments are opened, and which components start without theirs.
+        how: Where segments are opened, which components start without theirs, and migrations.
 
     Raises:
-        ConfigError: Stored and registered components differ, or a state does not fit.
+        ConfigError: Stored and registered components differ, a state does not fit, or a migration
+            is missing.
         DamagedError: A file changed since the checkpoint was chosen.
         FutureFormatError: A component was stored with a newer schema version.
     """
     selected = _select(choice.manifest, entries, only)
-    _check_segmented(choice.manifest, selected, segments.cold)
+    _check_segmented(choice.manifest, selected, how.cold)
     _mark(storage, RESTORING, choice)
     faults.reach(FaultPoint.RESTORE_STARTED)
     reader = CheckpointReader(storage, choice.manifest)
@@ -172,10 +176,10 @@ def restore(
 
     def load(entry: Entry) -> None:
         state = ComponentState(reader.tensors(entry.name), values.get(entry.name, {}))
-        _load(entry, state, choice.manifest.components[entry.name])
+        _load(entry, state, choice.manifest.components[entry.name], how.migrations)
         if isinstance(entry.component, Segmented):
-            cold = entry.name in segments.cold
-            _load_segments(entry, None if cold else reader.segments(entry.name, segments.store))
+            cold = entry.name in how.cold
+            _load_segments(entry, None if cold else reader.segments(entry.name, how.store))
 
     for entry in selected:
         if entry.kind == "model":
@@ -247,16 +251,21 @@ def _select(
     return [entry for entry in entries if entry.name not in absent]
 
 
-def _load(entry: Entry, state: ComponentState, stored: ComponentEntry) -> None:
-    if stored.schema_version > entry.component.schema_version:
+def _load(
+    entry: Entry, state: ComponentState, stored: ComponentEntry, migrations: Migrations
+) -> None:
+    wanted = entry.component.schema_version
+    if stored.schema_version > wanted:
         raise FutureFormatError(
-            f"schema version {stored.schema_version} is newer than "
-            f"{entry.component.schema_version}",
+            f"schema version {stored.schema_version} is newer than {wanted}",
             where=f"component {entry.name}",
             way_out="use the version that wrote it, or a newer one",
         )
+    state, version = migrations.apply(
+        entry.name, state, stored=stored.schema_version, wanted=wanted
+    )
     try:
-        entry.component.load(state, stored.schema_version)
+        entry.component.load(state, version)
     except ValueError as error:
         raise _does_not_fit(entry, error) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack
 
-from perdure.checkpoint import CheckpointOptions, Choice, Kind
+from perdure.checkpoint import CheckpointOptions, Choice, Kind, Migrations
 from perdure.checkpoint.image_files import WriterKind
 from perdure.checkpoint.tier import ObjectStore, TierStatus
 from perdure.core.clock import Clock, SystemClock
@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
             purpose: its own win over the stored ones. Of other parts: the check after loading is
             left out.
         cold: Names of parts stored as segments (a ``ReplayRing``) that start without their rows.
+        migrations: Turn stored parts of an older ``schema_version`` into the next.
         sanity: Called after restoring with copies of all registered objects; returning False or
             raising refuses to go on.
         arenas: Copies of the state that fit into memory beside it: 2, or 1 on tight hosts.
@@ -48,6 +49,7 @@ class EngineOptions(TypedDict, total=False):
     take_over: bool
     accept_changes: Iterable[str]
     cold: Iterable[str]
+    migrations: Migrations
     sanity: Check
     arenas: Literal[1, 2]
     writer: WriterKind
@@ -108,7 +110,7 @@ class CheckpointEngine:
             writer=options.get("writer", "auto"),
         )
         self._options = options
-        self._parts = Parts(required, options.get("accept_changes", ()))
+        self._parts = Parts(required, options.get("accept_changes", ()), options.get("migrations"))
         self._signals = SignalRequests(clock)
         self._run: OpenRun | None = None
         self._trigger: SaveTrigger | None = None

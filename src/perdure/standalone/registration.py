@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from perdure.checkpoint import Kind, Registry
+from perdure.checkpoint import Kind, Migrations, Registry
 from perdure.core.components import Checkpointable, Segmented
 from perdure.core.errors import ConfigError
 from perdure.core.names import hint
@@ -49,14 +49,20 @@ class Parts:
     Args:
         required: Names without which nothing is saved.
         accept_changes: Names of parts whose settings this script may have changed.
+        migrations: Turn states of older schema versions into newer ones.
     """
 
-    def __init__(self, required: Iterable[str], accept_changes: Iterable[str]) -> None:
+    def __init__(
+        self,
+        required: Iterable[str],
+        accept_changes: Iterable[str],
+        migrations: Migrations | None = None,
+    ) -> None:
         self.progress = Progress()
         self.named: dict[str, object] = {}
         """Name → what the script holds."""
         self.mirrors: list[Mirror] = []
-        self.registry = Registry([*required])
+        self.registry = Registry([*required], migrations=migrations)
         self._accepted = frozenset(accept_changes)
         self._torch_names: Any = None
         self._register(PROGRESS, self.progress, "counters")
