@@ -42,6 +42,8 @@ TORCH_PLACES = (
     "src/perdure/trainers/environment.py",
     "src/perdure/trainers/sanity.py",
 )
+PICKLER = "src/perdure/checkpoint/legacy.py"
+"""The one file that pickles."""
 GLOBAL_STREAMS = ("src/perdure/trainers/environment.py",)
 """Seeds the global streams once, for user code that draws from them."""
 
@@ -265,8 +267,8 @@ def owned_tasks(source: Source) -> Found:
 
 
 def pickling(source: Source) -> Found:
-    """Nothing is pickled."""
-    if not source.within("src/") or source.within("src/perdure/checkpoint/legacy"):
+    """Nothing is pickled, but for what a user has asked for."""
+    if not source.within("src/") or source.path == PICKLER:
         return
     for line, module in _imports(source):
         if module.partition(".")[0] in ("pickle", "cloudpickle", "dill", "shelve"):

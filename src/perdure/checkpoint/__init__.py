@@ -10,6 +10,7 @@ from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
 from perdure.checkpoint.files import FileProblem
 from perdure.checkpoint.guard import ChangeCounter
 from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
+from perdure.checkpoint.legacy import LegacyComponent
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
 from perdure.checkpoint.migrations import Migration, Migrations
 from perdure.checkpoint.registry import Kind, Registry
@@ -40,6 +41,7 @@ __all__ = [
     "Difference",
     "FileProblem",
     "Kind",
+    "LegacyComponent",
     "Manifest",
     "MemoryLedger",
     "Migration",

@@ -81,6 +81,7 @@ def compare(a: CheckpointReader, b: CheckpointReader) -> Comparison:
         parts += _tensors(name, a.stored_tensors(name), b.stored_tensors(name))
         parts += _values(name, values_a.get(name, {}), values_b.get(name, {}))
         parts += _segments(name, a, b)
+        parts += _legacy(name, a, b)
     return Comparison(tuple(parts))
 
 
@@ -188,6 +189,18 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _distance(a: Any, b: Any) -> float | None:
     numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
     return abs(float(a) - float(b)) if numbers else None
+
+
+def _legacy(component: str, a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference]:
+    """Pickles are compared as bytes and never opened."""
+    datas = a.legacy(component), b.legacy(component)
+    if datas == (None, None):
+        return
+    said_a, said_b = ("" if data is None else f"{len(data)} bytes" for data in datas)
+    verdict = _presence(said_a, said_b)
+    if verdict == "equal" and datas[0] != datas[1]:
+        verdict = "different"
+    yield Difference(component, "pickle", verdict, said_a, said_b)
 
 
 def _segments(component: str, a: CheckpointReader, b: CheckpointReader) -> Iterator[Difference]:

@@ -249,6 +249,7 @@ class CheckpointEngine:
         *,
         only: Collection[str] | None = None,
         cold: Collection[str] = (),
+        allow_legacy: bool = False,
     ) -> None:
         """Load the components in place; see :func:`~perdure.checkpoint.restore`.
 
@@ -256,9 +257,10 @@ class CheckpointEngine:
             choice: The checkpoint, as chosen.
             only: Names to load; None = all.
             cold: Segmented components that start without their rows.
+            allow_legacy: Whether pickles may be opened, which runs the code they name.
         """
         entries = self.registry.entries()
-        how = Loading(cold, self._segments, self.registry.migrations)
+        how = Loading(cold, self._segments, self.registry.migrations, allow_legacy)
         restore(self.storage, choice, entries, faults=self.faults, only=only, how=how)
         self.events("restored", {"name": choice.directory, "step": choice.name.step})
 

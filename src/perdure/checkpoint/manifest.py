@@ -20,7 +20,10 @@ FORMAT = 1
 SEGMENTS_FEATURE = "segments"
 """Required of whoever reads a checkpoint that names segments outside its directory."""
 
-FEATURES: frozenset[str] = frozenset({SEGMENTS_FEATURE})
+LEGACY_FEATURE = "legacy"
+"""Required of whoever reads a checkpoint that holds a pickle."""
+
+FEATURES: frozenset[str] = frozenset({SEGMENTS_FEATURE, LEGACY_FEATURE})
 """Required features this version understands; a manifest that needs another one is refused."""
 
 CHECKPOINTS = "checkpoints"
@@ -90,11 +93,21 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ComponentEntry:
-    """One stored component; ``tensor_file`` is empty if it has no tensors."""
+    """One stored component; ``tensor_file`` and ``legacy_file`` are empty if it has none."""
 
     kind: Kind
     schema_version: int
     tensor_file: str
+    legacy_file: str = ""
+
+    def encode(self) -> dict[str, Any]:
+        """Its part of the manifest."""
+        fields: dict[str, Any] = {
+            "kind": self.kind,
+            "schema_version": self.schema_version,
+            "tensor_file": self.tensor_file,
+        }
+        return {**fields, "legacy_file": self.legacy_file} if self.legacy_file else fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,14 +164,7 @@ class Manifest:
                 "versions": dict(self.versions),
                 "arena_bytes": self.arena_bytes,
                 "arenas": self.arenas,
-                "components": {
-                    key: {
-                        "kind": entry.kind,
-                        "schema_version": entry.schema_version,
-                        "tensor_file": entry.tensor_file,
-                    }
-                    for key, entry in self.components.items()
-                },
+                "components": {key: entry.encode() for key, entry in self.components.items()},
                 "files": {path: entry.encode() for path, entry in self.files.items()},
                 **({"segments": segments} if segments else {}),
             }
@@ -261,4 +267,9 @@ def _parse_component(item: dict[str, Any]) -> ComponentEntry:
     kind = str(item["kind"])
     if kind not in RESTORE_ORDER:
         raise ValueError(f"unknown kind {kind!r}")
-    return ComponentEntry(kind, int(item["schema_version"]), str(item["tensor_file"]))
+    return ComponentEntry(
+        kind,
+        int(item["schema_version"]),
+        str(item["tensor_file"]),
+        str(item.get("legacy_file", "")),
+    )

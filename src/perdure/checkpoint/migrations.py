@@ -99,7 +99,7 @@ def _migrated(
     component: str, migration: Migration, state: ComponentState, version: int
 ) -> ComponentState:
     # A copy of the outer maps, so that a step may take parts out and put others in.
-    given = ComponentState(dict(state.tensors), dict(state.values))
+    given = ComponentState(dict(state.tensors), dict(state.values), state.legacy)
     try:
         migrated = migration(given)
         if not isinstance(migrated, ComponentState):  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -19,6 +19,9 @@ Kind = Literal[
 RESTORE_ORDER: tuple[Kind, ...] = get_args(Kind)
 """Kinds in the order they are restored: model first, random number generators last."""
 
+LEGACY = "legacy"
+"""Folder of pickles inside a checkpoint's directory."""
+
 _NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 
 
@@ -30,12 +33,19 @@ class Entry:
     component: Checkpointable
     kind: Kind
     required: bool
+    legacy: bool = False
+    """Whether it may be stored as a pickle."""
 
     @property
     def tensor_file(self) -> str:
         """Where its tensors go inside a checkpoint's directory."""
         folder = self.kind if self.kind in ("model", "optimizer") else "tensors"
         return f"{folder}/{self.name}.safetensors"
+
+    @property
+    def legacy_file(self) -> str:
+        """Where its pickle goes inside a checkpoint's directory."""
+        return f"{LEGACY}/{self.name}.pickle"
 
 
 class Registry:
@@ -54,7 +64,13 @@ class Registry:
         self._entries: dict[str, Entry] = {}
 
     def register(
-        self, name: str, component: Checkpointable, *, kind: Kind, required: bool = True
+        self,
+        name: str,
+        component: Checkpointable,
+        *,
+        kind: Kind,
+        required: bool = True,
+        legacy: bool = False,
     ) -> None:
         """Add a component.
 
@@ -63,6 +79,7 @@ class Registry:
             component: The part itself; it is asked for its state at every save.
             kind: Decides the folder of its tensors and its turn when restoring.
             required: Whether a checkpoint without it is refused when restoring.
+            legacy: Whether it may be stored as a pickle; see ``LegacyComponent``.
 
         Raises:
             ConfigError: A name that is malformed or taken, or an unknown kind.
@@ -87,7 +104,7 @@ class Registry:
                 rule="a name belongs to one component",
                 way_out="choose another name, e.g. a nested one",
             )
-        self._entries[name] = Entry(name, component, kind, required)
+        self._entries[name] = Entry(name, component, kind, required, legacy)
 
     def entries(self) -> tuple[Entry, ...]:
         """All components in the order they are restored.

@@ -44,11 +44,13 @@ class Loading:
         cold: Segmented components that start without their rows (an empty replay, say).
         store: Opens segments; without one, a segment that is found damaged stays in its place.
         migrations: Applied to states of older schema versions.
+        allow_legacy: Whether pickles may be opened, which runs the code they name.
     """
 
     cold: Collection[str] = ()
     store: SegmentStore | None = None
     migrations: Migrations = field(default_factory=Migrations)
+    allow_legacy: bool = False
 
 
 AS_STORED = Loading()
@@ -86,6 +88,11 @@ class CheckpointReader:
     def tensors(self, component: str) -> dict[str, Any]:
         """Tensors of a component in memory of their own: numpy arrays, torch where numpy cannot."""
         return {name: stored.load() for name, stored in self.stored_tensors(component).items()}
+
+    def legacy(self, component: str) -> bytes | None:
+        """The pickle of a component, checked and not opened; None if it has none."""
+        file = self.manifest.components[component].legacy_file
+        return self._read(file).tobytes() if file else None
 
     def stored_tensors(self, component: str) -> dict[str, StoredTensor]:
         """Tensors of a component, to be read one by one."""
@@ -162,20 +169,23 @@ def restore(
         how: Where segments are opened, which components start without theirs, and migrations.
 
     Raises:
-        ConfigError: Stored and registered components differ, a state does not fit, or a migration
-            is missing.
+        ConfigError: Stored and registered components differ, a state does not fit, a migration is
+            missing, or a pickle is not allowed.
         DamagedError: A file changed since the checkpoint was chosen.
         FutureFormatError: A component was stored with a newer schema version.
     """
     selected = _select(choice.manifest, entries, only)
     _check_segmented(choice.manifest, selected, how.cold)
+    _check_legacy(choice.manifest, selected, allowed=how.allow_legacy)
     _mark(storage, RESTORING, choice)
     faults.reach(FaultPoint.RESTORE_STARTED)
     reader = CheckpointReader(storage, choice.manifest)
     values = reader.values()
 
     def load(entry: Entry) -> None:
-        state = ComponentState(reader.tensors(entry.name), values.get(entry.name, {}))
+        state = ComponentState(
+            reader.tensors(entry.name), values.get(entry.name, {}), reader.legacy(entry.name)
+        )
         _load(entry, state, choice.manifest.components[entry.name], how.migrations)
         if isinstance(entry.component, Segmented):
             cold = entry.name in how.cold
@@ -191,6 +201,27 @@ def restore(
     _mark(storage, RESTORED, choice)
     storage.remove(RESTORING)
     faults.reach(FaultPoint.RESTORE_DONE)
+
+
+def _check_legacy(manifest: Manifest, selected: Sequence[Entry], *, allowed: bool) -> None:
+    """No pickle is opened that both sides have not asked for."""
+    for entry in selected:
+        if not manifest.components[entry.name].legacy_file:
+            continue
+        if not entry.legacy:
+            raise ConfigError(
+                "was stored as a pickle, which what is registered now cannot load",
+                where=f"component {entry.name}",
+                rule="nothing is unpickled that was not registered with legacy=True",
+                way_out="register it so, or name what to load",
+            )
+        if not allowed:
+            raise ConfigError(
+                "is stored as a pickle",
+                where=f"component {entry.name}",
+                rule="opening a pickle runs the code it names, so it has to be allowed",
+                way_out="set allow_legacy=True if you trust whoever could write the run",
+            )
 
 
 def _check_segmented(manifest: Manifest, selected: Sequence[Entry], cold: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from perdure.checkpoint.layout import ArenaLayout, TensorSpec, plan
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     FORMAT,
+    LEGACY_FEATURE,
     SEGMENTS_FEATURE,
     STATE_FILE,
     ComponentEntry,
@@ -90,14 +91,7 @@ class Stager:
             for entry in entries
             if isinstance(entry.component, Segmented)
         }
-        components = {
-            entry.name: ComponentEntry(
-                entry.kind,
-                entry.component.schema_version,
-                entry.tensor_file if states[entry.name].tensors else "",
-            )
-            for entry in entries
-        }
+        components = {entry.name: _entry_of(entry, states[entry.name]) for entry in entries}
         tensors = {
             components[key].tensor_file: state.tensors
             for key, state in states.items()
@@ -115,9 +109,10 @@ class Stager:
             files={},
             arena_bytes=layout.size,
             arenas=self._arenas,
+            features=(LEGACY_FEATURE,) if any(e.legacy_file for e in components.values()) else (),
         )
         _check_encodable(manifest)
-        small_files = _small_files(info, states)
+        small_files = _small_files(info, states) | _legacy_files(components, states)
         arena.fill(layout, tensors)
         guard.compare()
         return Snapshot(manifest, arena, layout, small_files, segments)
@@ -140,6 +135,32 @@ class Stager:
             self._layout = plan({path: _describe(path, named) for path, named in tensors.items()})
             self._seen = seen
         return self._layout
+
+
+def _entry_of(entry: Entry, state: ComponentState) -> ComponentEntry:
+    if state.legacy is not None and not entry.legacy:
+        raise ConfigError(
+            "its state holds a pickle",
+            where=f"component {entry.name}",
+            rule="nothing is pickled that was not registered with legacy=True",
+            way_out="register it so, or store tensors and plain values",
+        )
+    return ComponentEntry(
+        entry.kind,
+        entry.component.schema_version,
+        entry.tensor_file if state.tensors else "",
+        "" if state.legacy is None else entry.legacy_file,
+    )
+
+
+def _legacy_files(
+    components: Mapping[str, ComponentEntry], states: Mapping[str, ComponentState]
+) -> dict[str, bytes]:
+    return {
+        components[name].legacy_file: state.legacy
+        for name, state in states.items()
+        if state.legacy is not None
+    }
 
 
 def _type_and_shape(tensor: Any) -> tuple[Any, Any]:

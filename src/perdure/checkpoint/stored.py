@@ -67,7 +67,7 @@ def stored_registry(reader: CheckpointReader, migrations: Migrations) -> Registr
     """
     registry, values = Registry(), reader.values()
     for name, entry in reader.manifest.components.items():
-        state = ComponentState(reader.tensors(name), values.get(name, {}))
+        state = ComponentState(reader.tensors(name), values.get(name, {}), reader.legacy(name))
         stored = entry.schema_version
         wanted = migrations.newest(name, stored)
         state, version = migrations.apply(name, state, stored=stored, wanted=wanted)
@@ -75,5 +75,5 @@ def stored_registry(reader: CheckpointReader, migrations: Migrations) -> Registr
             component = StoredRows(state, version, reader.segments(name))
         else:
             component = StoredComponent(state, version)
-        registry.register(name, component, kind=entry.kind)
+        registry.register(name, component, kind=entry.kind, legacy=bool(entry.legacy_file))
     return registry

@@ -9,7 +9,6 @@ from dataclasses import replace
 from perdure.checkpoint.image_files import ImageFiles, append_file
 from perdure.checkpoint.manifest import (
     MANIFEST,
-    STATE_FILE,
     FileEntry,
     Manifest,
     digest_of,
@@ -52,7 +51,9 @@ def write(
         DamagedError: A file reads back differently from what was written.
     """
     root = directory_path(snapshot.manifest.name.directory)
-    folders = _folders(root, [*(image.path for image in snapshot.layout.images), STATE_FILE])
+    folders = _folders(
+        root, [*(image.path for image in snapshot.layout.images), *snapshot.small_files]
+    )
     for folder in folders:
         storage.make_dirs(folder)
     files = _write_files(storage, snapshot, faults, images=images)

@@ -17,10 +17,12 @@ class ComponentState:
         tensors: Name → numpy array or torch tensor. The engine copies them while staging; they are
             never referred to afterwards.
         values: msgpack-able small values (numbers, text, bytes, lists, mappings with text keys).
+        legacy: A pickle, of components that were registered as legacy ones only.
     """
 
     tensors: Mapping[str, Any] = field(default_factory=dict[str, Any])
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    legacy: bytes | None = None
 
 
 class Checkpointable(Protocol):

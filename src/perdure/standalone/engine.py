@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
             purpose: its own win over the stored ones. Of other parts: the check after loading is
             left out.
         cold: Names of parts stored as segments (a ``ReplayRing``) that start without their rows.
+        allow_legacy: Parts added with ``legacy=True`` may be unpickled: it runs code they name.
         migrations: Turn stored parts of an older ``schema_version`` into the next.
         sanity: Called after restoring with copies of all registered objects; returning False or
             raising refuses to go on.
@@ -49,6 +50,7 @@ class EngineOptions(TypedDict, total=False):
     take_over: bool
     accept_changes: Iterable[str]
     cold: Iterable[str]
+    allow_legacy: bool
     migrations: Migrations
     sanity: Check
     arenas: Literal[1, 2]
@@ -163,6 +165,7 @@ class CheckpointEngine:
         kind: Kind | None = None,
         schema_version: int = 1,
         exact: bool = True,
+        legacy: bool = False,
     ) -> None:
         """Register one part with more say.
 
@@ -172,9 +175,12 @@ class CheckpointEngine:
             kind: Its turn when restoring; by its type if None.
             schema_version: Raised when the meaning of the part's state changes.
             exact: Whether its state must equal the stored one right after loading.
+            legacy: Pickle it, whatever it is. Loading needs ``allow_legacy=True``; what comes back
+                is not compared.
         """
         self._require_closed("add")
-        self._parts.add(name, part, kind=kind, schema_version=schema_version, exact=exact)
+        version = schema_version
+        self._parts.add(name, part, kind=kind, schema_version=version, exact=exact, legacy=legacy)
 
     def mirror(self, copy: str, *, of: str) -> None:
         """Say that a script keeps the value at ``of`` also at ``copy`` (``"limits.lr"``).
@@ -241,7 +247,9 @@ class CheckpointEngine:
             registry=self._parts.registry,
             options=self._bounds,
             how=Restoring(
-                self._options.get("take_over", False), tuple(self._options.get("cold", ()))
+                take_over=self._options.get("take_over", False),
+                cold=tuple(self._options.get("cold", ())),
+                allow_legacy=self._options.get("allow_legacy", False),
             ),
             restored=restored,
         )

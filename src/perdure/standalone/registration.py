@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from perdure.checkpoint import Kind, Migrations, Registry
+from perdure.checkpoint import Kind, LegacyComponent, Migrations, Registry
 from perdure.core.components import Checkpointable, Segmented
 from perdure.core.errors import ConfigError
 from perdure.core.names import hint
@@ -91,6 +91,7 @@ class Parts:
         kind: Kind | None = None,
         schema_version: int = 1,
         exact: bool = True,
+        legacy: bool = False,
     ) -> None:
         """Register one part; see ``CheckpointEngine.add``."""
         if any(other is held for other in self.named.values()):
@@ -100,10 +101,14 @@ class Parts:
                 rule="a part is saved once, under one name",
                 way_out="leave one of the two out",
             )
-        component, found, converts = self._component(name, held, schema_version)
+        component, found, converts = (
+            (LegacyComponent(held, name), "values", False)
+            if legacy
+            else self._component(name, held, schema_version)
+        )
         exact = exact and name not in self._accepted
         part = part_of(name, component, exact=exact, converts=converts)
-        self.registry.register(name, part, kind=kind or found)
+        self.registry.register(name, part, kind=kind or found, legacy=legacy)
         self.named[name] = held
 
     def require_known(self, names: Collection[str]) -> None:

@@ -81,10 +81,12 @@ class Restoring:
     Attributes:
         take_over: Fence a live process that holds it.
         cold: Parts stored as segments that start without their rows.
+        allow_legacy: Whether pickles may be opened.
     """
 
     take_over: bool = False
     cold: tuple[str, ...] = ()
+    allow_legacy: bool = False
 
 
 class OpenRun:
@@ -189,7 +191,7 @@ def open_run(
             events=world.events,
             options=options,
         )
-        choice = _restore(claimed, saver, cold=how.cold)
+        choice = _restore(claimed, saver, how)
         restored(choice)
         store = claimed.start(base_checkpoint=choice.directory if choice else "")
     except BaseException:
@@ -229,12 +231,12 @@ def _require_storable(registry: Registry) -> None:
             ) from error
 
 
-def _restore(claimed: ClaimedRun, saver: Saver, *, cold: tuple[str, ...]) -> Choice | None:
+def _restore(claimed: ClaimedRun, saver: Saver, how: Restoring) -> Choice | None:
     if not claimed.state.checkpoints:
         return None
-    segments = "nothing" if cold else "index"
+    segments = "nothing" if how.cold else "index"
     choice = saver.choose(claimed.state.checkpoints, segments=segments)
-    saver.restore(choice, cold=cold)
+    saver.restore(choice, cold=how.cold, allow_legacy=how.allow_legacy)
     return choice
 
 
