@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 from ckpt_cases import CHUNK, WEIGHTS, flip, names, perdure, script
 
@@ -131,3 +132,32 @@ def test_diff_refuses_damage_and_unknown_names(small: Path, tmp_path: Path) -> N
     flip(run / "checkpoints" / newest / "manifest.json", 9)
     code, _, err = perdure("ckpt", "diff", run, small)
     assert (code, "digest differs from the committed one" in err) == (5, True)
+
+
+def test_exported_files_are_what_was_saved(small: Path, tmp_path: Path) -> None:
+    first = names(small)[0]
+    code, out, err = perdure("ckpt", "export", f"{small}:{first}", tmp_path / "all")
+    assert code == 0, err
+    with safetensors.safe_open(tmp_path / "all" / "model.safetensors", framework="np") as file:
+        (name,) = file.keys()
+        np.testing.assert_array_equal(file.get_tensor(name), np.ones(8, np.float32))
+    values = json.loads((tmp_path / "all" / "counter.json").read_text())
+    assert values["data"] == {"seen": 1, "name": "x"}
+    assert str(tmp_path / "all" / "model.safetensors") in out
+    code, _, err = perdure("ckpt", "export", small, tmp_path / "all")
+    assert (code, "not an empty directory" in err) == (2, True)
+    only = ("--component", "model", "--json")
+    report = json.loads(perdure("ckpt", "export", small, tmp_path / "one", *only)[1])
+    assert report["files"] == ["model.safetensors", "model.json"]
+    assert sorted(p.name for p in (tmp_path / "one").iterdir()) == sorted(report["files"])
+    code, _, err = perdure("ckpt", "export", small, tmp_path / "no", "--component", "modle")
+    assert (code, "model" in err, (tmp_path / "no").exists()) == (2, True, False)
+
+
+def test_nothing_damaged_is_exported(small: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(small, run)
+    flip(run / "checkpoints" / names(run)[-1] / FILE, 4100)
+    code, _, err = perdure("ckpt", "export", run, tmp_path / "out")
+    assert (code, f"{FILE}: checksum does not match" in err) == (5, True)
+    assert not (tmp_path / "out" / "model.safetensors").exists()

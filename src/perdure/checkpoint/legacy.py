@@ -125,17 +125,17 @@ def _contents(held: Any) -> Any:
 
 
 def _fill(held: Any, contents: Any) -> None:
-    kind = _class_name(held)
+    kind, set_state = _class_name(held), getattr(held, "__setstate__", None)
     if kind == "builtins.list":
         held[:] = contents
     elif kind in ("builtins.dict", "builtins.set"):
         held.clear()
         held.update(contents)
-    elif hasattr(held, "__setstate__"):
-        held.__setstate__(contents)
+    elif set_state is not None:
+        set_state(contents)
     else:
-        vars(held).clear()
-        vars(held).update(contents or {})
+        held.__dict__.clear()
+        held.__dict__.update(contents or {})
 
 
 def _class_name(held: object) -> str:

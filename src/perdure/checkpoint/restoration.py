@@ -94,6 +94,11 @@ class CheckpointReader:
         file = self.manifest.components[component].legacy_file
         return self._read(file).tobytes() if file else None
 
+    def tensor_file(self, component: str) -> memoryview:
+        """All bytes of its tensor file, checked: what any safetensors reader opens. Maybe none."""
+        file = self.manifest.components[component].tensor_file
+        return self._read(file).data if file else memoryview(b"")
+
     def stored_tensors(self, component: str) -> dict[str, StoredTensor]:
         """Tensors of a component, to be read one by one."""
         file = self.manifest.components[component].tensor_file

@@ -10,6 +10,7 @@ from perdure.cli import checkpoints
 from perdure.cli.checkpoint_table import NONE_YET, Row, look_at, table
 from perdure.cli.checkpoints import RunArgument, describe, find_checkpoint, newest, set_aside
 from perdure.cli.ckpt_diff import DIFF_EXAMPLES, diff_checkpoints
+from perdure.cli.ckpt_export import EXPORT_EXAMPLES, export_checkpoint
 from perdure.cli.ckpt_gc import GC_EXAMPLES, collect_checkpoints
 from perdure.cli.ckpt_migrate import MIGRATE_EXAMPLES, migrate_checkpoint
 from perdure.cli.ckpt_remote import PULL_EXAMPLES, PUSH_EXAMPLES, pull_run, push_run
@@ -32,6 +33,7 @@ app = typer.Typer(
 
 app.command("verify", epilog=VERIFY_EXAMPLES)(verify_checkpoints)
 app.command("diff", epilog=DIFF_EXAMPLES)(diff_checkpoints)
+app.command("export", epilog=EXPORT_EXAMPLES)(export_checkpoint)
 app.command("gc", epilog=GC_EXAMPLES)(collect_checkpoints)
 app.command("migrate", epilog=MIGRATE_EXAMPLES)(migrate_checkpoint)
 app.command("pull", epilog=PULL_EXAMPLES)(pull_run)
