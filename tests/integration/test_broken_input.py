@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -15,16 +16,28 @@ import pytest
 from drill_tools import RECIPE, assert_same_training
 from typer.testing import CliRunner
 
+from perdure.checkpoint import Migrations
 from perdure.cli import checkpoints
 from perdure.cli.main import app
 from perdure.config import load_config
-from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
+from perdure.core.clock import SystemClock
+from perdure.core.faults import (
+    FaultAction,
+    FaultPlan,
+    FaultPoint,
+    FaultRule,
+    InjectedFault,
+    NoFaults,
+)
 from perdure.core.records import Checkpointed
 from perdure.core.storage_api import Storage
+from perdure.runtime.maintenance import Place
+from perdure.runtime.migrating import migrate_run
 from perdure.storage import PosixStorage
 from perdure.trainers import launch, memory
 from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
+from perdure.trainers.progress import Progress
 
 
 def perdure(*arguments: object) -> tuple[int, str]:
@@ -253,6 +266,37 @@ def test_a_live_run_may_collect_a_checkpoint_meanwhile(
     code, output = perdure("ckpt", command, half_done)
     assert code == 0, output
     assert before[0].directory not in output
+
+
+def test_a_run_tidied_between_its_incarnations_trains_the_same(
+    half_done: Path, reference: Path
+) -> None:
+    """What gc writes into the log changes no training, and the redo still happens."""
+    newest = checkpoints.committed_checkpoints(PosixStorage(half_done))[-1].directory
+    code, output = perdure("ckpt", "gc", half_done, "--keep", "1")
+    assert (code, f"{newest} kept" in output, "deleted" in output) == (0, True, True), output
+    code, output = perdure("resume", half_done)
+    assert code == 0, output
+    assert "redone" in output
+    assert_same_training(half_done, reference)
+    assert perdure("audit", half_done)[0] == 0
+
+
+def test_a_run_goes_on_from_a_migrated_checkpoint(
+    half_done: Path, reference: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrations = Migrations()
+    migrations.step("progress", 1)(lambda state: state)
+    done = migrate_run(Place(PosixStorage(half_done), SystemClock(), NoFaults()), migrations)
+    assert done.versions == {"progress": (1, 2)}
+    monkeypatch.setattr(Progress, "schema_version", 2)
+    code, output = perdure("resume", half_done)
+    assert code == 0, output
+    events = [json.loads(x) for x in (half_done / "events.jsonl").read_text().splitlines()]
+    assert [e["name"] for e in events if e["event"] == "restored"] == [done.target]
+    assert "redone" in output
+    assert_same_training(half_done, reference)
+    assert perdure("audit", half_done)[0] == 0
 
 
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", ">/dev/full"])
