@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -82,6 +83,17 @@ class Saving:
                 self._said.notify_all()
 
 
+def wait_for_temporary(checkpoints: Path) -> None:
+    """Until a save is on its way."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        # Directories come and go meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if list(checkpoints.rglob(".tmp-*")):
+                return
+        assert time.monotonic() < deadline_s, "no save began"
+
+
 COUNTS = [6, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 
 
@@ -89,13 +101,16 @@ COUNTS = [6, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(3600
 def test_the_process_that_trains_is_killed(tmp_path: Path, kills: int) -> None:
     chance = random.Random(f"kill the parent {kills}")
     committed, torn_off = -1, 0
-    for _ in range(kills):
+    for number in range(kills):
         saving = Saving(tmp_path / "run")
         saving.wait_for("started after")
         # A commit that was durable may not have been printed any more.
         assert saving.last("started after") >= max(committed, 0)
         saving.wait_for("committed")
-        time.sleep(chance.uniform(0.0, 0.25))
+        if number % 2:
+            time.sleep(chance.uniform(0.0, 0.25))
+        else:
+            wait_for_temporary(tmp_path / "run/checkpoints")
         saving.kill()
         committed = saving.last("committed")
         torn_off += bool(list((tmp_path / "run/checkpoints").rglob(".tmp-*")))

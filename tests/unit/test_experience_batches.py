@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import experience_records as make
 import numpy as np
 import pytest
 
-from perdure.core.clock import ManualClock
+from perdure.core.clock import ManualClock, SystemClock
 from perdure.core.errors import LifecycleError, TrainingError
 from perdure.core.faults import NoFaults
-from perdure.core.ids import GroupId, LogPosition, PolicyVersion
-from perdure.core.record_types import GroupOutcome, StopReason
+from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
+from perdure.core.record_types import EvictionReason, GroupOutcome, StopReason
 from perdure.core.records import GroupSettled
 from perdure.core.rollout_api import GenerationChunk, GenerationRequest, SamplingParams
+from perdure.core.trajectories import Segment
 from perdure.experience import (
     ExperienceStore,
     FinishedSession,
@@ -100,7 +102,18 @@ def _wrong_sessions() -> dict[str, FinishedSession]:
         "the response is empty": good._replace(trajectory=empty),
         "int64": good._replace(trajectory=wide),
         "float": good._replace(parts={"right": "very"}),  # type: ignore[dict-item]
+        "named 1": good._replace(parts={1: 0.5}),  # type: ignore[dict-item]
+        "surrogates": good._replace(parts={"\ud800": 0.5}),
+        "2 axes": _with(good, prompt_ids_P=given.prompt_ids_P.reshape(1, -1)),
+        "is int64, not int": _with(good, segments=(Segment(np.int64(0), 0, 4),)),  # type: ignore[arg-type]
+        "is not between": _with(good, segments=(Segment(PolicyVersion(2**63), 0, 4),)),
+        "-1 in g0.s-1": _with(good, session=SessionId(GroupId(0), -1)),
+        "stop reason": _with(good, stop_reason="stop"),
     }
+
+
+def _with(finished: FinishedSession, **changes: Any) -> FinishedSession:
+    return finished._replace(trajectory=dataclasses.replace(finished.trajectory, **changes))
 
 
 @pytest.mark.parametrize(("message", "wrong"), _wrong_sessions().items())
@@ -113,6 +126,43 @@ def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
     assert make.comparable(store.state) == before
     store.sessions_done([session(0, 0), session(0, 1)], settled=[SETTLED])
     store.flush(1)
+
+
+def test_what_cannot_be_encoded_is_refused_before_it_counts(store: ExperienceStore) -> None:
+    before = make.comparable(store.state)
+    with pytest.raises(ValueError, match="surrogates"):
+        store.settle(GroupId(0), GroupOutcome.FAILED, "\ud800")
+    with pytest.raises(ValueError, match="surrogates"):
+        store.submit([dataclasses.replace(make.submitted(3), answer="\ud800")])
+    assert make.comparable(store.state) == before
+    store.settle(GroupId(0), GroupOutcome.FAILED, "broke")
+    store.flush(1)
+
+
+def test_a_group_is_not_settled_twice_with_another_outcome(store: ExperienceStore) -> None:
+    store.settle(GroupId(0), GroupOutcome.FAILED)
+    store.settle(GroupId(0), GroupOutcome.FAILED)
+    with pytest.raises(LifecycleError, match="says something else"):
+        store.settle(GroupId(0), GroupOutcome.FINISHED)
+    store.evict([(GroupId(0), EvictionReason.FAILED)], global_step=GlobalStep(1))
+    with pytest.raises(LifecycleError, match="already evicted"):
+        store.state.apply(None, make.session_done(0, 2**40))
+    store.flush(1)
+
+
+def test_a_callback_may_ask_the_store_while_an_append_waits_for_room() -> None:
+    storage = MemoryStorage()
+    create_run(storage, RunInfo("6" * 32, 0.0))
+    options = LogOptions(max_pending_bytes=2000, stall_timeout_s=20.0, linger_s=0.0)
+    claimed = claim_experience(storage, clock=SystemClock(), faults=NoFaults(), options=options)
+    store = claimed.start()
+    asked: list[object] = []
+    for group in range(60):
+        future = store.submit([make.submitted(group)])
+        future.add_done_callback(lambda _: asked.append(store.oldest_finished(1)))
+    store.flush(20)
+    store.close("end")
+    assert asked
 
 
 def test_numbers_of_any_kind_are_logged_as_numbers(

@@ -162,7 +162,7 @@ def test_sessions_of_workers_and_of_the_own_process_share_a_record(
         ({"parts": {"right": np.float32(1)}}, TypeError),
         ({"logprobs_T": np.zeros(4)}, TypeError),
         ({"segments": ()}, TrainingError),
-        ({"session": SessionId(GroupId(0), True)}, ValueError),
+        ({"session": SessionId(GroupId(0), True)}, TypeError),
         ({"parts": {"right": None}}, ValueError),
     ],
 )

@@ -109,6 +109,16 @@ def test_log_who_took_over_is_a_holder_too() -> None:
     assert make_claim(storage).took_over is False
 
 
+def test_log_number_of_whoever_sealed_is_not_used_again() -> None:
+    storage = MemoryStorage()
+    make_run(storage)
+    for _ in range(2):
+        make_claim(storage).release()
+    storage.remove("incarnations/2.json")
+    with pytest.raises(DamagedError, match=r"incarnations/2\.json: the file is missing"):
+        make_claim(storage)
+
+
 def test_log_dead_holder_is_no_obstacle() -> None:
     storage = MemoryStorage()
     make_run(storage)

@@ -7,8 +7,9 @@ else. It only reads, and it may read beside a live writer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _NAMES = {
     "incarnations": ("run_id", "incarnation", "host", "pid", "started_wall_s", "took_over"),
     "seals": ("run_id", "incarnation", "sealed_by", "segments"),
 }
+_SHOWN_MISSING = 50
 _ORDER_RULE = "incarnations follow each other without gaps and each older one is sealed"
 
 SegmentPaths = dict[int, dict[int, Path]]
@@ -178,9 +180,9 @@ class _Reading:
         self, claimed: Mapping[int, object], seals: Mapping[int, object], written: set[int]
     ) -> None:
         highest = max((*claimed, *seals, *written), default=0)
-        for number in sorted(set(range(1, highest + 1)) - claimed.keys()):
+        for number in _missing(highest, claimed):
             self._findings.damage(f"incarnations/{number}.json", "the file is missing", _ORDER_RULE)
-        for number in sorted(set(range(1, max(written, default=1))) - seals.keys()):
+        for number in _missing(max(written, default=1) - 1, seals):
             self._findings.damage(f"seals/{number}.json", "the seal is missing", _ORDER_RULE)
 
     def _seal(
@@ -228,3 +230,9 @@ class _Reading:
             for segment, path in paths.items()
         ]
         return max((records[0].lsn + 1 for records in ends if records), default=0)
+
+
+def _missing(highest: int, present: Container[int]) -> list[int]:
+    """The first numbers from 1 to ``highest`` that are not there; a stray name may be huge."""
+    absent = (number for number in range(1, highest + 1) if number not in present)
+    return list(islice(absent, _SHOWN_MISSING))

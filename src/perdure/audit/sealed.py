@@ -34,7 +34,7 @@ def read_sealed(
     except FileNotFoundError:
         findings.damage(where, "the file is missing", RULE)
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         findings.damage(where, f"not JSON ({error})", RULE)
         return None
     if not isinstance(value, dict) or value.pop("digest", None) != _digest(value):

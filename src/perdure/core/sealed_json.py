@@ -46,7 +46,7 @@ def decode(
         sealed = cast("dict[str, Any]", value)
         digest = sealed.pop("digest")
         damaged = digest != _digest(sealed)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, RecursionError) as error:
         raise DamagedError(
             f"not a sealed JSON object ({error})", where=where, way_out="restore it from a copy"
         ) from error

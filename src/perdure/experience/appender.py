@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from perdure.core.ids import LogPosition
 from perdure.core.records import ControlRecord, GroupSettled, SessionsDone
-from perdure.experience.entries import Entry
+from perdure.experience.entries import Entry, PreparedEntry, prepare_entry
 from perdure.experience.fold import ExperienceState
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
@@ -54,6 +54,10 @@ class Appender:
         """Count and log sessions with their trajectories, then what settles groups."""
         return self._append([*sessions, *map(Entry, settled)])
 
+    def wait_for_room(self) -> None:
+        """Wait while too much is pending. Not while holding :attr:`lock`."""
+        self._writer.wait_for_room()
+
     def urge(self) -> Future[LogPosition]:
         """Commit without lingering; resolves when everything appended so far is acknowledged."""
         with self.lock:
@@ -86,19 +90,22 @@ class Appender:
         with self.lock:
             self.place_acknowledged()
             self.require_healthy()
-            fresh: list[Entry] = []
+            # Whatever cannot be encoded is refused before it counts.
+            prepared = [prepare_entry(entry) for entry in entries]
+            fresh: list[PreparedEntry] = []
             try:
-                for entry in entries:
-                    if self._state.apply(None, _control(entry)):
-                        fresh.append(entry)
-                        self._cache.add(entry.trajectories)
+                for item in prepared:
+                    if self._state.apply(None, _control(item.entry)):
+                        fresh.append(item)
+                        self._cache.add(item.entry.trajectories)
             finally:
                 future = self._write(fresh) if fresh else None
             return future or self._last()
 
-    def _write(self, entries: list[Entry]) -> Future[LogPosition]:
+    def _write(self, prepared: list[PreparedEntry]) -> Future[LogPosition]:
+        entries = [item.entry for item in prepared]
         try:
-            future = self._writer.append(entries)
+            future = self._writer.append_prepared(prepared)
         except BaseException as error:
             self._error = error
             raise

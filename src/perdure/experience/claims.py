@@ -251,6 +251,24 @@ def _check_incarnations(storage: Storage, run_id: str) -> None:
                 rule=f"it must be of incarnation {number} of run {run_id}",
                 way_out=_COPY,
             )
+    for name in storage.list(SEAL_DIR):
+        if name.removesuffix(".json").isdecimal():
+            _check_sealer(storage, f"{SEAL_DIR}/{name}")
+
+
+def _check_sealer(storage: Storage, path: str) -> None:
+    """Whoever wrote a seal had claimed the run: its number is never used again."""
+    value = sealed_json.decode(
+        storage.read(path), where=path, newest_format=FORMAT, fields=("sealed_by",)
+    )
+    claim_file = incarnation_path(value["sealed_by"])
+    if not storage.exists(claim_file):
+        raise DamagedError(
+            "the file is missing",
+            where=claim_file,
+            rule=f"the incarnation that wrote {path} has a file, which is never removed",
+            way_out=_COPY,
+        )
 
 
 def _is_held_by_taker(storage: Storage) -> bool:

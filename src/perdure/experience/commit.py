@@ -13,7 +13,7 @@ from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
-from perdure.experience.claims import Claim, is_fenced
+from perdure.experience.claims import Claim, incarnation_path, is_fenced
 from perdure.experience.entries import PackedEntries
 from perdure.experience.format import set_reference
 from perdure.experience.seals import write_seal
@@ -164,7 +164,14 @@ class Committer:
 
 
 def require_unfenced(storage: Storage, incarnation: IncarnationNumber) -> None:
-    """Raise ``FencedError`` if an incarnation above this one exists."""
+    """Raise ``FencedError`` if an incarnation above this one exists, or may exist elsewhere."""
+    if not storage.exists(incarnation_path(incarnation)):
+        raise FencedError(
+            "the run is no longer where it was",
+            where=incarnation_path(incarnation),
+            rule="a writer that cannot see newer claims acknowledges nothing",
+            way_out="put the directory back under its name and resume; nothing is lost",
+        )
     if is_fenced(storage, incarnation):
         raise FencedError(
             "this writer has been fenced by a newer one",

@@ -64,10 +64,13 @@ def require_loggable(session: FinishedSession) -> None:
 
     Raises:
         TrainingError: The reward is not finite, or the response is empty.
-        TypeError: An array is not of the type that the format gives it.
-        ValueError: The trajectory takes 4 GiB or more.
+        TypeError, ValueError: An array, a number or a part is not what a record can hold.
     """
     session.trajectory.check()
+    for name in session.parts:
+        if type(name) is not str:
+            raise TypeError(f"a part of a reward is named {name!r}, not by text")
+        name.encode()  # lone surrogates cannot be stored
     if not session.trajectory.segments:
         raise TrainingError(
             "the response is empty",

@@ -21,6 +21,7 @@ from perdure.core.ids import (
     SessionId,
     UpdateId,
 )
+from perdure.core.record_types import GroupOutcome
 from perdure.core.records import (
     Checkpointed,
     Closed,
@@ -256,6 +257,10 @@ class ExperienceState:
                 conflict = self.taken[record.update].groups != record.groups
             case StepDone():
                 conflict = self.step_done[record.global_step].digest != record.digest
+            case GroupSettled():
+                group = self.table.live.get(record.group)
+                failed = record.outcome is GroupOutcome.FAILED
+                conflict = group is not None and (group.state is GroupState.FAILED) is not failed
             case Published():
                 conflict = self.published[record.version].digest != record.digest
             case _:

@@ -119,6 +119,10 @@ class Retired:
     done: int
     """Bit i is set if session i was settled."""
 
+    def has(self, index: int) -> bool:
+        """Whether a session was settled; False for one that the group never had."""
+        return 0 <= index < self.done.bit_length() and bool(self.done >> index & 1)
+
 
 def group_of(record: GroupRecord) -> GroupId:
     """The group a record concerns (for a refill: the group it replaces)."""
@@ -185,7 +189,7 @@ class GroupTable:
             return False
         match record:
             case Partial() | ToolResult():
-                return bool(retired.done >> record.session.index & 1)
+                return retired.has(record.session.index)
             case Evicted():
                 return retired.state is GroupState.EVICTED
             case Refilled():
@@ -205,7 +209,7 @@ class GroupTable:
         if live is not None:
             return session.index in live.rewards
         retired = self.retired.get(session.group)
-        return retired is not None and bool(retired.done >> session.index & 1)
+        return retired is not None and retired.has(session.index)
 
     # Each of the methods below validates everything before it changes anything.
 

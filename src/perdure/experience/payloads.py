@@ -18,6 +18,8 @@ from perdure.experience.format import parse_record, prepare_record, record_array
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
 
+MAX_NUMBER = 2**62
+"""Highest id, version or count in a record; what counts on from it still fits."""
 _MAX_BYTES = 2**32 - 2**20
 _MAX_MAPS = 64
 _MAX_PARSED = 16
@@ -37,8 +39,10 @@ def require_encodable(trajectory: Trajectory) -> None:
     """See that a record can hold a trajectory.
 
     Raises:
-        TypeError: An array is not of the type that the format gives it.
-        ValueError: A record would take 4 GiB or more.
+        TypeError: An array is not of the type that the format gives it or has several axes, or an
+            id, version or bound is not a plain number.
+        ValueError: A record would take 4 GiB or more, or a number is negative or above
+            ``MAX_NUMBER``.
     """
     if trajectory.nbytes > _MAX_BYTES:
         raise ValueError(
@@ -54,6 +58,23 @@ def require_encodable(trajectory: Trajectory) -> None:
     for array, dtype in arrays:
         if array.dtype is not dtype and not np.can_cast(array.dtype, dtype, "equiv"):
             raise TypeError(f"an array of {trajectory.session.key()} is {array.dtype}, not {dtype}")
+        if array.ndim != 1:
+            raise TypeError(f"an array of {trajectory.session.key()} has {array.ndim} axes, not 1")
+    _require_numbers(trajectory)
+
+
+def _require_numbers(trajectory: Trajectory) -> None:
+    session = trajectory.session
+    numbers = [session.group, session.index]
+    for segment in trajectory.segments:
+        numbers += (segment.version, segment.start, segment.end)
+    for number in numbers:
+        if type(number) is not int:
+            raise TypeError(f"{number!r} in {session.key()} is {type(number).__name__}, not int")
+        if not 0 <= number <= MAX_NUMBER:
+            raise ValueError(f"{number} in {session.key()} is not between 0 and {MAX_NUMBER}")
+    if type(trajectory.stop_reason) is not StopReason:
+        raise TypeError(f"the stop reason of {session.key()} is {trajectory.stop_reason!r}")
 
 
 class TrajectoryColumns(NamedTuple):

@@ -115,7 +115,13 @@ class ExperienceStore:
         return self._writer.position
 
     def submit(self, records: Sequence[Submitted]) -> Future[LogPosition]:
-        """Let prompt groups in, with the next group ids and data indexes in order."""
+        """Let prompt groups in, with the next group ids and data indexes in order.
+
+        Raises:
+            LifecycleError: Out of order; those before it count.
+            TypeError, ValueError: A record cannot be encoded; nothing was logged.
+        """
+        self._appender.wait_for_room()
         return self._appender.append(records)
 
     def start_sessions(self, sessions: Iterable[SessionId]) -> None:
@@ -144,13 +150,14 @@ class ExperienceStore:
 
         Raises:
             TrainingError: A reward is not finite; nothing was logged.
-            TypeError: An array is not of the type that the format gives it; nothing was logged.
-            ValueError: A trajectory takes 4 GiB or more; nothing was logged.
+            TypeError, ValueError: An array, a number or a part is not what a record can hold;
+                nothing was logged.
             LifecycleError: A session is unknown or its group is terminal. Of more than
                 ``MAX_SESSIONS``, or more than ``MAX_BYTES`` of arrays, those in front may count.
         """
         for session in sessions:
             require_loggable(session)
+        self._appender.wait_for_room()
         with self._lock:
             fresh: dict[SessionId, FinishedSession] = {}
             for session in sessions:
@@ -162,13 +169,14 @@ class ExperienceStore:
         self, sessions: PackedSessions, *, settled: Sequence[GroupSettled] = ()
     ) -> Future[LogPosition]:
         """As :meth:`sessions_done`, of sessions that were checked when they were packed."""
+        self._appender.wait_for_room()
+        ids = sessions.record.sessions
+        entry = packed_entry(sessions)
         with self._lock:
-            ids = sessions.record.sessions
-            entry = packed_entry(sessions)
             known = any(map(self.state.table.is_settled, ids)) or len(set(ids)) < len(ids)
-            if entry is None or known:
-                return self.sessions_done(sessions.unpacked(), settled=settled)
-            return self._appender.append_sessions([entry], settled=settled)
+            if entry is not None and not known:
+                return self._appender.append_sessions([entry], settled=settled)
+        return self.sessions_done(sessions.unpacked(), settled=settled)
 
     def settle(
         self, group: GroupId, outcome: GroupOutcome, reason: str = ""
@@ -212,6 +220,7 @@ class ExperienceStore:
         Raises:
             LifecycleError: More prompts than are owed.
         """
+        self._appender.wait_for_room()
         with self._lock:
             owed = list(self.state.table.owed)
             if len(records) > len(owed):
@@ -224,7 +233,7 @@ class ExperienceStore:
             pairs: list[ControlRecord] = []
             for record, replaces in zip(records, owed, strict=False):
                 pairs += [record, Refilled(record.group, replaces)]
-            return self.append_all(pairs)
+            return self._appender.append(pairs)
 
     def append(self, record: ControlRecord) -> Future[LogPosition]:
         """Log a record that has no method of its own (step_done, redone, published, …)."""
@@ -234,6 +243,7 @@ class ExperienceStore:
         """Log records in one batch: after a crash all of them are there or none."""
         for record in records:
             assert not isinstance(record, _NOT_BY_HAND), f"{record.key()} is not made by hand"
+        self._appender.wait_for_room()
         return self._appender.append(records)
 
     def commit(self, record: Checkpointed) -> Future[LogPosition]:

@@ -134,13 +134,16 @@ class LogWriter:
             TypeError, ValueError: A record cannot be encoded; nothing was queued.
         """
         prepared = [prepare_entry(entry) for entry in entries]
+        self.wait_for_room(sum([item.size for item in prepared]))
+        return self.append_prepared(prepared)
+
+    def append_prepared(self, prepared: Sequence[PreparedEntry]) -> Future[LogPosition]:
+        """As :meth:`append`, of entries that are prepared; never waits."""
         assert prepared, "an append has entries"
-        if self._thread is None and self._pending_bytes > self._options.max_pending_bytes:
-            self._commit_all()
         with self._lock:
             self._require_open()
             if not self._started:
-                first = entries[0].control
+                first = prepared[0].entry.control
                 assert isinstance(first, IncarnationStarted), "an incarnation starts first"
                 self._started = True
             pending = [self._committing, *self._waiting]
@@ -153,7 +156,6 @@ class LogWriter:
 
     def _enqueue(self, fresh: list[PreparedEntry]) -> Future[LogPosition]:
         size = sum([item.size for item in fresh])
-        self._make_room(size)
         commit_bytes = self._options.commit_bytes
         if not self._waiting or self._waiting[-1].size >= commit_bytes:
             self._waiting.append(_Batch())
@@ -167,6 +169,26 @@ class LogWriter:
         if batch.size >= commit_bytes:
             self.urge()
         return batch.future
+
+    def wait_for_room(self, size: int = 1) -> None:
+        """Wait until ``size`` more bytes fit; anything fits an empty queue.
+
+        Hold no lock that the callback of a future may need.
+
+        Raises:
+            FencedError, StorageError: As :meth:`append`; also if it takes ``stall_timeout_s``.
+        """
+        if self._fits(size):
+            return
+        if self._thread is None:
+            self._commit_all()
+            return
+        self.urge()
+        timeout_s = self._options.stall_timeout_s
+        with self._lock:
+            if not self._changed.wait_for(lambda: self._fits(size), timeout_s):
+                raise self._stalled(timeout_s)
+            self._require_open()
 
     def urge(self) -> None:
         """Commit what is pending without lingering."""
@@ -226,15 +248,6 @@ class LogWriter:
     def _require_healthy(self) -> None:
         if self._error is not None:
             raise self._error
-
-    def _make_room(self, size: int) -> None:
-        """Wait, holding the lock, until ``size`` more bytes fit (anything fits an empty queue)."""
-        if self._thread is not None and not self._fits(size):
-            self.urge()
-            timeout_s = self._options.stall_timeout_s
-            if not self._changed.wait_for(lambda: self._fits(size), timeout_s):
-                raise self._stalled(timeout_s)
-            self._require_open()
 
     def _fits(self, size: int) -> bool:
         pending = self._pending_bytes

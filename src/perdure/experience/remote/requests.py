@@ -21,7 +21,7 @@ from perdure.experience.finished import (
     require_loggable,
 )
 from perdure.experience.packed import PackedTrajectories
-from perdure.experience.payloads import TrajectoryColumns, trajectory_columns
+from perdure.experience.payloads import MAX_NUMBER, TrajectoryColumns, trajectory_columns
 from perdure.experience.remote.frames import MALFORMED, Frame, FrameType, make_frame
 
 _TRAJECTORY_COLUMNS = ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons")
@@ -147,10 +147,12 @@ def _version_range(
 ) -> tuple[PolicyVersion, PolicyVersion]:
     """Lowest and highest version; ``ValueError`` unless the segments cover so many tokens."""
     end = 0
-    for _, start, stop in segments:
+    for version, start, stop in segments:
         if start != end:
             raise ValueError(f"a segment begins at {start}, behind {end}")
         end = stop
+        if not 0 <= version <= MAX_NUMBER:
+            raise ValueError(f"version {version} is not between 0 and {MAX_NUMBER}")
     if not segments or end != length:
         raise ValueError(f"segments end at {end} of {length} tokens")
     versions = [PolicyVersion(version) for version, _, _ in segments]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import select
 import selectors
 import socket
 import threading
@@ -19,6 +21,8 @@ from perdure.experience.store import ExperienceStore
 
 _BACKLOG = 128
 _MAX_CONNECTIONS = 1024
+_PASSING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED))
+"""What the system is short of for a while; the next worker may be luckier."""
 _CLOSE_TIMEOUT_S = 30.0
 _PROBE_TIMEOUT_S = 1.0
 
@@ -106,6 +110,10 @@ class StoreServer:
                 except BlockingIOError:
                     continue
                 except OSError as error:
+                    if error.errno in _PASSING:
+                        self._warn(f"no worker can be let in for now: {error}")
+                        select.select([self._bell], [], [], POLL_S)
+                        continue
                     self._report(error)
                     return
                 self.serve(connected)
