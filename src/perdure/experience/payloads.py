@@ -21,6 +21,8 @@ from perdure.experience.segments import SegmentName, damage
 MAX_NUMBER = 2**62
 """Highest id, version or count in a record; what counts on from it still fits."""
 _MAX_BYTES = 2**32 - 2**20
+_FEW = 2**27
+"""So many tokens certainly fit into a record."""
 _MAX_MAPS = 64
 _MAX_PARSED = 16
 _IDS = np.dtype("<i4")
@@ -44,6 +46,35 @@ def require_encodable(trajectory: Trajectory) -> None:
         ValueError: A record would take 4 GiB or more, or a number is negative or above
             ``MAX_NUMBER``.
     """
+    if not _is_plain(trajectory):
+        _require_arrays(trajectory)
+        _require_numbers(trajectory)
+
+
+def _is_plain(trajectory: Trajectory) -> bool:
+    """Whether nothing is wrong: a quick answer for the many that are well."""
+    prompt, response = trajectory.prompt_ids_P, trajectory.response_ids_T
+    logprobs, mask = trajectory.logprobs_T, trajectory.loss_mask_T
+    session = trajectory.session
+    return (
+        prompt.dtype is response.dtype is _IDS
+        and logprobs.dtype is _LOGPROBS
+        and mask.dtype is _MASK
+        and prompt.ndim == response.ndim == logprobs.ndim == mask.ndim == 1
+        and len(prompt) + len(response) < _FEW
+        and _is_number(session.group)
+        and _is_number(session.index)
+        and type(trajectory.stop_reason) is StopReason
+        and all(type(s.start) is type(s.end) is int for s in trajectory.segments)
+        and all(_is_number(s.version) for s in trajectory.segments)
+    )
+
+
+def _is_number(value: int) -> bool:
+    return type(value) is int and 0 <= value <= MAX_NUMBER
+
+
+def _require_arrays(trajectory: Trajectory) -> None:
     if trajectory.nbytes > _MAX_BYTES:
         raise ValueError(
             f"{trajectory.session.key()} takes {trajectory.nbytes} bytes; a record takes less than"
@@ -60,7 +91,6 @@ def require_encodable(trajectory: Trajectory) -> None:
             raise TypeError(f"an array of {trajectory.session.key()} is {array.dtype}, not {dtype}")
         if array.ndim != 1:
             raise TypeError(f"an array of {trajectory.session.key()} has {array.ndim} axes, not 1")
-    _require_numbers(trajectory)
 
 
 def _require_numbers(trajectory: Trajectory) -> None:
