@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from perdure.core import records
 from perdure.core.ids import GroupId, LogPosition, PayloadRef, SessionId, UpdateId
 from perdure.core.record_codec import record_fields, record_from_fields
-from perdure.core.record_types import RecordType
-from perdure.core.records import DECISION_TYPES, ControlRecord, Evicted, SessionsDone
+from perdure.core.record_types import DECISION_TYPES, RecordType
+from perdure.core.records import ControlRecord, Evicted, SessionsDone
 
 CLASSES: tuple[type[Any], ...] = typing.get_args(ControlRecord)
 _COUNTS = st.integers(0, 2**63 - 1)

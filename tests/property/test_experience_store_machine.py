@@ -21,9 +21,8 @@ from perdure.core.clock import ManualClock
 from perdure.core.errors import LifecycleError
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, SessionId
-from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.record_types import DECISION_TYPES, EvictionReason, GroupOutcome
 from perdure.core.records import (
-    DECISION_TYPES,
     Checkpointed,
     Collect,
     ControlRecord,

@@ -29,7 +29,9 @@ def test_missing_run_file_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "incarnations/1.json", "seals/1.json"])
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "digest": "0"}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": 1, "digest": "0"}', "[" * 10**5], ids=range(4)
+)
 def test_wrong_sealed_json_is_damage(tmp_path: Path, name: str, text: str) -> None:
     run = w.healthy(tmp_path).save()
     (run / name).write_text(text)
@@ -42,6 +44,13 @@ def test_another_kind_of_file_in_its_place_is_damage(tmp_path: Path, name: str) 
     other = "incarnations/1.json" if name == "seals/1.json" else "seals/1.json"
     (run / name).write_bytes((run / other).read_bytes())
     assert_damage(run, f"{name}: it has no")
+
+
+def test_a_number_far_away_is_damage_and_costs_nothing(tmp_path: Path) -> None:
+    run = w.healthy(tmp_path).save()
+    stray = run / "incarnations/999999999999.json"
+    stray.write_bytes((run / "incarnations/1.json").read_bytes())
+    assert_damage(run, "incarnations/3.json: the file is missing")
 
 
 def test_white_space_in_sealed_json_is_harmless(tmp_path: Path) -> None:

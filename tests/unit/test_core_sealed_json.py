@@ -76,7 +76,9 @@ def test_a_truncated_file_is_damage(length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"[]", b"1", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'"digest"']
+    "data",
+    [b"[]", b"1", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'"digest"', b"[" * 10**5],
+    ids=range(8),
 )
 def test_other_json_is_damage(data: bytes) -> None:
     with pytest.raises(DamagedError):

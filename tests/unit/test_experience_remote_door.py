@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +85,38 @@ def test_a_worker_dials_a_path(storage: MemoryStorage, door: Doors) -> None:
     worker = dial(door.path)
     worker.sessions_done([session(0, 0)]).result(FLUSH_S)
     worker.close()
+    check_log(storage, [session(0, 0)])
+
+
+class Short:
+    """A listener in a process that is out of descriptors for some time."""
+
+    def __init__(self, listener: socket.socket, times: int) -> None:
+        self._listener = listener
+        self.times = times
+
+    def accept(self) -> object:
+        if self.times:
+            self.times -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._listener.accept()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._listener, name)
+
+
+def test_a_shortage_of_descriptors_passes(
+    storage: MemoryStorage, door: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "POLL_S", 0.01)
+    opened = door.open(start_store(storage, groups=1))
+    listener = Short(opened.server._listener, times=2)
+    opened.server._listener = listener  # type: ignore[assignment]
+    worker = dial(door.path)
+    worker.sessions_done([session(0, 0)]).result(FLUSH_S)
+    worker.close()
+    assert listener.times == 0
+    assert "Too many open files" in opened.warnings[0]
     check_log(storage, [session(0, 0)])
 
 

@@ -32,6 +32,23 @@ class RecordType(enum.IntEnum):
     TRANSITIONS = 103
 
 
+DECISION_TYPES = frozenset(
+    {
+        RecordType.TAKEN,
+        RecordType.STEP_DONE,
+        RecordType.REDONE,
+        RecordType.PUBLISHED,
+        RecordType.EVICTED,
+        RecordType.REFILLED,
+        RecordType.CHECKPOINTED,
+        RecordType.EVALUATED,
+        RecordType.PHASE_STEP,
+        RecordType.UPDATE_FAILED,
+    }
+)
+"""Record types that a rewind makes void; the others (experience itself) are never void."""
+
+
 class Stream(enum.Enum):
     """The two streams of an incarnation's log."""
 

@@ -22,6 +22,7 @@ from perdure.core.ids import (
     UpdateId,
 )
 from perdure.core.record_types import (
+    DECISION_TYPES,
     EvictionReason,
     GroupOutcome,
     RecordType,
@@ -375,22 +376,6 @@ ControlRecord = (
     | UpdateFailed
     | Closed
 )
-
-DECISION_TYPES = frozenset(
-    {
-        RecordType.TAKEN,
-        RecordType.STEP_DONE,
-        RecordType.REDONE,
-        RecordType.PUBLISHED,
-        RecordType.EVICTED,
-        RecordType.REFILLED,
-        RecordType.CHECKPOINTED,
-        RecordType.EVALUATED,
-        RecordType.PHASE_STEP,
-        RecordType.UPDATE_FAILED,
-    }
-)
-"""Record types that a rewind makes void; the others (experience itself) are never void."""
 
 
 def is_void(record: ControlRecord, position: LogPosition, base: LogPosition) -> bool:
