@@ -63,8 +63,9 @@ class Appender:
         with self.lock:
             self.place_acknowledged()
             self.require_healthy()
+            last = self._last()
             self._writer.urge()
-            return self._last()
+            return last
 
     def require_healthy(self) -> None:
         """Raise the failure of the log, if it has failed."""

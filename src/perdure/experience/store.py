@@ -313,8 +313,20 @@ class ExperienceStore:
                 self._cache.drop(group)
 
     def urge(self) -> Future[LogPosition]:
-        """Commit without lingering; resolves when everything appended so far is acknowledged."""
+        """Commit without lingering; resolves when everything appended so far is acknowledged.
+
+        A log without a thread of its own is committed before this returns.
+        """
         return self._appender.urge()
+
+    def note_acknowledged(self) -> None:
+        """Place what has become durable since.
+
+        Raises:
+            FencedError, StorageError: The log has failed.
+        """
+        self._appender.place_acknowledged()
+        self._appender.require_healthy()
 
     def flush(self, timeout_s: float) -> None:
         """Return when everything appended so far is acknowledged.
@@ -323,8 +335,7 @@ class ExperienceStore:
             FencedError, StorageError: The log failed, or ``timeout_s`` have passed.
         """
         self._writer.flush(timeout_s)
-        self._appender.place_acknowledged()
-        self._appender.require_healthy()
+        self.note_acknowledged()
 
     def close(self, reason: str) -> None:
         """Make everything durable, end the log in an orderly way and let the run go.

@@ -167,7 +167,7 @@ class LogWriter:
         self._pending_bytes += size
         self._last = batch
         if batch.size >= commit_bytes:
-            self.urge()
+            self._urged.set()
         return batch.future
 
     def wait_for_room(self, size: int = 1) -> None:
@@ -180,10 +180,9 @@ class LogWriter:
         """
         if self._fits(size):
             return
-        if self._thread is None:
-            self._commit_all()
-            return
         self.urge()
+        if self._thread is None:
+            return
         timeout_s = self._options.stall_timeout_s
         with self._lock:
             if not self._changed.wait_for(lambda: self._fits(size), timeout_s):
@@ -191,7 +190,9 @@ class LogWriter:
             self._require_open()
 
     def urge(self) -> None:
-        """Commit what is pending without lingering."""
+        """Commit what is pending without lingering; inline mode commits here, in the caller's."""
+        if self._thread is None:
+            self._commit_all()
         self._urged.set()
 
     def flush(self, timeout_s: float) -> None:
@@ -200,8 +201,6 @@ class LogWriter:
         Raises:
             FencedError, StorageError: As :meth:`append`; also if ``timeout_s`` have passed.
         """
-        if self._thread is None:
-            self._commit_all()
         self.urge()
         last = self._last
         if last.entries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import Future
 
+from perdure.core.errors import StorageError
 from perdure.core.ids import LogPosition
 from perdure.experience import ExperienceStore
 
@@ -19,5 +20,15 @@ async def acknowledged(store: ExperienceStore, future: Future[LogPosition]) -> L
         FencedError, StorageError: As the log says; also if it takes longer than
             ``ACKNOWLEDGE_TIMEOUT_S``.
     """
-    await asyncio.to_thread(store.flush, ACKNOWLEDGE_TIMEOUT_S)
+    everything = asyncio.wrap_future(store.urge())
+    try:
+        await asyncio.wait_for(everything, ACKNOWLEDGE_TIMEOUT_S)
+    except TimeoutError as error:
+        raise StorageError(
+            f"the experience log did not become durable within {ACKNOWLEDGE_TIMEOUT_S:g} s",
+            where="log",
+            rule="storage answers in time",
+            way_out="check the disk, then resume the run; nothing acknowledged is lost",
+        ) from error
+    store.note_acknowledged()
     return future.result(timeout=0)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from perdure.checkpoint import Registry
 from perdure.checkpoint.registry import Kind
 from perdure.checkpoint.torch_components import RngComponent
+from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError
+from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
 from perdure.core.rollout_api import SamplingParams
 from perdure.experience import ExperienceStore
+from perdure.learner.api import Learner
 from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.models import ModelConfig, Transformer, init_weights
 from perdure.rollout import EmbeddedEngine, EngineOptions
+from perdure.runtime.api import Runtime
 from perdure.runtime.local import LocalRuntime
 from perdure.runtime.sessions import SessionRunner
 from perdure.tasks.api import Task
@@ -38,14 +43,59 @@ LEARNER_KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machinery:
-    """Learner and engine of a run, with fresh weights."""
+class RuntimeParts:
+    """What the runtime of one incarnation stands on, beside its machines."""
+
+    config: RunConfig
+    task: Task
+    store: ExperienceStore
+    clock: Clock
+    faults: FaultHook
+    events: EventSink
+
+
+class Machinery(Protocol):
+    """Learner and engines of one incarnation, with fresh weights until they are restored."""
+
+    @property
+    def learner(self) -> Learner: ...
+
+    def runtime(self, parts: RuntimeParts) -> Runtime:
+        """The runtime over a started store."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+MachineryFactory = Callable[[RunConfig, Task], Machinery]
+"""Builds the machines of a configuration; another one stands in for them in a simulation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMachinery:
+    """Learner and engine in this process."""
 
     learner: LocalLearner
     engine: EmbeddedEngine
 
+    def runtime(self, parts: RuntimeParts) -> LocalRuntime:
+        sessions = SessionRunner(
+            self.engine,
+            store=parts.store,
+            task=parts.task,
+            sampling=training_sampling(parts.config, parts.task),
+            seed=parts.config.seed,
+            faults=parts.faults,
+        )
+        return LocalRuntime(
+            engine=self.engine, learner=self.learner, sessions=sessions, seed=parts.config.seed
+        )
 
-def build_machinery(config: RunConfig, task: Task) -> Machinery:
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+def build_machinery(config: RunConfig, task: Task) -> LocalMachinery:
     """Model, learner and engine. Initial weights depend on the seed alone.
 
     Raises:
@@ -71,7 +121,7 @@ def _fitting_into_memory() -> Generator[None]:
         ) from error
 
 
-def _build(config: RunConfig, task: Task) -> Machinery:
+def _build(config: RunConfig, task: Task) -> LocalMachinery:
     shape = model_shape(config, task)
     model = Transformer(shape)
     init_weights(model, config.seed)
@@ -83,7 +133,7 @@ def _build(config: RunConfig, task: Task) -> Machinery:
         deterministic=config.deterministic,
     )
     learner = LocalLearner(model, config=config.learner, setup=setup)
-    return Machinery(learner, EmbeddedEngine(shape, engine_options(config, task)))
+    return LocalMachinery(learner, EmbeddedEngine(shape, engine_options(config, task)))
 
 
 def model_shape(config: RunConfig, task: Task) -> ModelConfig:
@@ -116,34 +166,13 @@ def register_components(machinery: Machinery, progress: Progress) -> Registry:
     return registry
 
 
-def build_runtime(
-    config: RunConfig,
-    task: Task,
-    *,
-    machinery: Machinery,
-    store: ExperienceStore,
-    faults: FaultHook,
-) -> LocalRuntime:
-    """The local runtime over a started store."""
+def training_sampling(config: RunConfig, task: Task) -> SamplingParams:
+    """How sessions of training draw their tokens."""
     rollout = config.rollout
-    sampling = SamplingParams(
+    return SamplingParams(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=(task.tokenizer.eos_id,),
-    )
-    sessions = SessionRunner(
-        machinery.engine,
-        store=store,
-        task=task,
-        sampling=sampling,
-        seed=config.seed,
-        faults=faults,
-    )
-    return LocalRuntime(
-        engine=machinery.engine,
-        learner=machinery.learner,
-        sessions=sessions,
-        seed=config.seed,
     )

@@ -35,8 +35,9 @@ from perdure.tasks.api import Task
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.assembly import (
     Machinery,
+    MachineryFactory,
+    RuntimeParts,
     build_machinery,
-    build_runtime,
     register_components,
 )
 from perdure.trainers.config import RunConfig
@@ -67,6 +68,7 @@ class Launch:
         take_over: Fence off a live process that holds the run.
         redo: Train the batches logged after the checkpoint again; without it they are void.
         stop: Asks it to end before the training is over.
+        machinery: Builds learner and engines.
     """
 
     run_dir: Path
@@ -79,6 +81,7 @@ class Launch:
     take_over: bool = False
     redo: bool = True
     stop: StopRequest = field(default_factory=StopRequest)
+    machinery: MachineryFactory = build_machinery
 
 
 @asynccontextmanager
@@ -109,8 +112,8 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             options=LogOptions(**launch.config.log.model_dump()),
         )
         stack.callback(claimed.release)
-        machinery = build_machinery(launch.config, launch.task)
-        stack.push_async_callback(machinery.engine.close)
+        machinery = launch.machinery(launch.config, launch.task)
+        stack.push_async_callback(machinery.close)
         ctx = _open(launch, claimed, machinery=machinery, events=events, stack=stack)
         _announce_start(ctx, launch)
         try:
@@ -168,15 +171,14 @@ def _open(
         MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
     )
     metrics.rebuild(steps=store.state.curve(), evaluations=store.state.evaluated.values())
+    parts = RuntimeParts(launch.config, launch.task, store, launch.clock, launch.faults, events)
     return TrainContext(
         config=launch.config,
         config_digest=digest,
         run=claimed.run,
         task=launch.task,
         store=store,
-        runtime=build_runtime(
-            launch.config, launch.task, machinery=machinery, store=store, faults=launch.faults
-        ),
+        runtime=machinery.runtime(parts),
         checkpoints=checkpoints,
         metrics=metrics,
         curve=CurveFile(launch.run_dir, clock=launch.clock),
