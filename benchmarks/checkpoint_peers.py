@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from perdure.checkpoint import (
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     MemoryLedger,
     Registry,
@@ -83,7 +83,7 @@ class Perdure:
         faults.observers.append(self._reached)
         self._durable_s: float | None = None
         self._steps = 0
-        self._engine = CheckpointEngine(
+        self._engine = Checkpointer(
             PosixStorage(directory / "run"),
             registry=registry,
             ledger=MemoryLedger(),

@@ -33,7 +33,7 @@ import numpy as np
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     MemoryLedger,
     Registry,
     ReplayRing,
@@ -85,7 +85,7 @@ class Run:
         registry.register("policy", ArraysComponent(weights), kind="model")
         if replay:
             registry.register("replay", ring, kind="experience")
-        self.engine = CheckpointEngine(
+        self.engine = Checkpointer(
             PosixStorage(directory),
             registry=registry,
             ledger=self.ledger,

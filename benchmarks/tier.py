@@ -28,7 +28,7 @@ import numpy as np
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     MemoryLedger,
     Registry,
     StagedInfo,
@@ -86,7 +86,7 @@ def make_run(directory: Path, nbytes: int) -> tuple[PosixStorage, MemoryLedger]:
     weights = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8).view(np.float32)
     registry = Registry()
     registry.register("policy", ArraysComponent({"w": weights}), kind="model")
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         storage,
         registry=registry,
         ledger=ledger,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from perdure.checkpoint import (
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     Registry,
     ReplayRing,
@@ -133,7 +133,7 @@ class ReplayRun:
         self.registry = Registry(["replay"])
         self.registry.register("replay", self.replay, kind="experience")
         self.registry.register("counters", ValuesComponent(self.counters), kind="counters")
-        self.engine = CheckpointEngine(
+        self.engine = Checkpointer(
             storage,
             registry=self.registry,
             ledger=self.ledger,

@@ -14,7 +14,7 @@ from replay_cases import InlineExecutor, rows, small_ring, values_of
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     Registry,
     StagedInfo,
@@ -128,7 +128,7 @@ class TieredRun:
         self.counters = {"global_step": 0}
         self.replay = small_ring(capacity=REPLAY_ROWS)
         self.ledger = FlushedLedger(self.claimed.state.checkpoints)
-        self.engine = CheckpointEngine(
+        self.engine = Checkpointer(
             storage,
             registry=self._registry(),
             ledger=self.ledger,
@@ -197,7 +197,7 @@ class TieredRun:
             incarnation=self.incarnation,
             context=context(self.clock, **more),
         )
-        self.engine.tier = tier
+        self.engine.ship_to(tier)
         return tier
 
     def close(self) -> None:

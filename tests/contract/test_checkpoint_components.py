@@ -13,7 +13,7 @@ import torch
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     MemoryLedger,
     Registry,
     StagedInfo,
@@ -161,7 +161,7 @@ def test_the_engine_brings_it_back(subject: Subject) -> None:
     registry = Registry()
     registry.register("subject", subject.component, kind="tensors")
     ledger = MemoryLedger()
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         MemoryStorage(),
         registry=registry,
         ledger=ledger,

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from perdure.checkpoint import (
-    CheckpointEngine,
+    Checkpointer,
     MemoryLedger,
     Priorities,
     Registry,
@@ -77,7 +77,7 @@ def rows(first: int, stop: int) -> dict[str, np.ndarray]:
 def main() -> None:
     shutil.rmtree(GOLDEN, ignore_errors=True)
     parts, ledger = Parts(), MemoryLedger()
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         PosixStorage(GOLDEN),
         registry=parts.registry,
         ledger=ledger,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     MemoryLedger,
     Registry,
     StagedInfo,
@@ -47,7 +47,7 @@ class Saved:
         counters = {"n": 0}
         registry.register("counters", ValuesComponent(counters), kind="counters")
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.engine = CheckpointEngine(
+        self.engine = Checkpointer(
             self.storage,
             registry=registry,
             ledger=self.ledger,

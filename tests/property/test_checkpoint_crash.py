@@ -11,7 +11,7 @@ import pytest
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     Registry,
     StagedInfo,
@@ -111,7 +111,7 @@ class Run:
         registry = Registry(["policy"])
         registry.register("policy", ArraysComponent(self.weights), kind="model")
         registry.register("counters", ValuesComponent(self.counters), kind="counters")
-        self.engine = CheckpointEngine(
+        self.engine = Checkpointer(
             storage,
             registry=registry,
             ledger=self.ledger,

@@ -13,7 +13,7 @@ import pytest
 from perdure.checkpoint import (
     ArraysComponent,
     ChangeCounter,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     CheckpointReader,
     MemoryLedger,
@@ -56,11 +56,11 @@ def fast_switching() -> Generator[None]:
     sys.setswitchinterval(before)
 
 
-def saved(component: Guarded, trials: int) -> tuple[CheckpointEngine, list[int]]:
+def saved(component: Guarded, trials: int) -> tuple[Checkpointer, list[int]]:
     """Stage so often while another thread changes the state; the steps that were committed."""
     storage, registry, ledger = MemoryStorage(), Registry(), MemoryLedger()
     registry.register("state", component, kind="tensors")
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         storage,
         registry=registry,
         ledger=ledger,

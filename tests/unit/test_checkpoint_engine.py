@@ -11,7 +11,7 @@ import pytest
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     CheckpointReader,
     MemoryLedger,
@@ -87,7 +87,7 @@ class Rig:
         self.registry.register("counters", ValuesComponent(self.counters), kind="counters")
         self.events: list[tuple[str, dict[str, object]]] = []
         self.ledger = MemoryLedger() if ledger is None else ledger
-        self.engine = CheckpointEngine(
+        self.engine = Checkpointer(
             storage,
             registry=self.registry,
             ledger=self.ledger,
@@ -150,15 +150,12 @@ def test_one_save_says_what_it_did_and_points_to_itself() -> None:
 
 
 def test_staging_aliases_nothing_of_the_caller() -> None:
-    gate = Gate(FaultPoint.CHECKPOINT_STAGED)
     storage = MemoryStorage()
-    rig = Rig(storage, faults=gate)
+    first_file = Gate(FaultPoint.CHECKPOINT_FILE_WRITTEN)
+    rig = Rig(storage, faults=first_file)
     rig.counters["nested"] = {"list": [1]}
     experience, clocks = {"groups": [1]}, {"global_step": 1}
     info = StagedInfo(LogPosition(ONE, 0, 1), clocks, {"run_id": "r"}, "grpo", "c", "d", experience)
-    gate.opened.set()
-    first_file = Gate(FaultPoint.CHECKPOINT_FILE_WRITTEN)
-    rig.engine.faults = first_file
     assert rig.stage(1, info=info)
     assert first_file.arrived.wait(WAIT_S)
     rig.weights["w"].fill(-1)

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointReader,
     Kind,
     MemoryLedger,
@@ -169,10 +169,10 @@ def test_components_are_restored_in_the_order_of_their_kinds() -> None:
     assert loaded[-1] == "rng/a"
 
 
-def saved(registry: Registry, storage: MemoryStorage | None = None) -> tuple[CheckpointEngine, Any]:
+def saved(registry: Registry, storage: MemoryStorage | None = None) -> tuple[Checkpointer, Any]:
     """An engine whose checkpoint 1 is committed."""
     storage = storage or MemoryStorage()
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         storage,
         registry=registry,
         ledger=MemoryLedger(),

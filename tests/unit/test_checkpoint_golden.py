@@ -14,7 +14,7 @@ import torch
 
 from perdure.checkpoint import (
     ArraysComponent,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointReader,
     Choice,
     MemoryLedger,
@@ -120,7 +120,7 @@ def test_on_a_real_disk_other_tools_read_the_tensors(tmp_path: Path) -> None:
     registry = Registry()
     registry.register("policy", ArraysComponent(weights), kind="model")
     ledger = MemoryLedger()
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         PosixStorage(tmp_path),
         registry=registry,
         ledger=ledger,

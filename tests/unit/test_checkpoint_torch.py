@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from perdure.checkpoint import CheckpointEngine, MemoryLedger, Registry, StagedInfo
+from perdure.checkpoint import Checkpointer, MemoryLedger, Registry, StagedInfo
 from perdure.checkpoint.arena import Arena, materialize, spec_of
 from perdure.checkpoint.layout import parse_header, plan
 from perdure.checkpoint.torch_components import (
@@ -95,8 +95,8 @@ class Loop:
             self.optimizer.step()
             self.scheduler.step()
 
-    def engine(self, storage: MemoryStorage, ledger: MemoryLedger) -> CheckpointEngine:
-        return CheckpointEngine(
+    def engine(self, storage: MemoryStorage, ledger: MemoryLedger) -> Checkpointer:
+        return Checkpointer(
             storage,
             registry=self.registry,
             ledger=ledger,

@@ -17,7 +17,7 @@ import torch
 from perdure.checkpoint import (
     ArraysComponent,
     ChangeCounter,
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     MemoryLedger,
     Registry,
@@ -28,7 +28,7 @@ from perdure.checkpoint.torch_components import ModuleComponent
 from perdure.core.clock import SystemClock
 from perdure.core.components import ComponentState
 from perdure.core.errors import ConfigError, StorageError
-from perdure.core.faults import FaultPoint, NoFaults
+from perdure.core.faults import FaultPoint
 from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
 from perdure.storage import MemoryStorage, PosixStorage, bulk
 
@@ -40,12 +40,14 @@ ELEMENTS = (2 * bulk.CHUNK_BYTES + 12) // 4
 class AtPoint:
     """Does something each time a fault point is reached."""
 
-    def __init__(self, point: FaultPoint, act: Callable[[], None]) -> None:
-        self._point, self._act = point, act
+    def __init__(self) -> None:
+        self._acts: dict[FaultPoint, Callable[[], None]] = {}
+
+    def do(self, point: FaultPoint, act: Callable[[], None]) -> None:
+        self._acts[point] = act
 
     def reach(self, point: FaultPoint) -> None:
-        if point is self._point:
-            self._act()
+        self._acts.get(point, lambda: None)()
 
 
 class Rig:
@@ -59,12 +61,13 @@ class Rig:
         self.registry.register("value", ModuleComponent(self.module), kind="model")
         self.ledger = MemoryLedger()
         self.events: list[tuple[str, dict[str, object]]] = []
-        self.engine = CheckpointEngine(
+        self.at = AtPoint()
+        self.engine = Checkpointer(
             storage,
             registry=self.registry,
             ledger=self.ledger,
             clock=SystemClock(),
-            faults=NoFaults(),
+            faults=self.at,
             events=lambda name, fields: self.events.append((name, fields)),
             options=CheckpointOptions(**options),
         )
@@ -77,7 +80,7 @@ class Rig:
         return [fields for event, fields in self.events if event == name]
 
     def pid(self) -> int:
-        files = self.engine._images
+        files = self.engine._pipeline._images
         assert isinstance(files, ProcessFiles)
         assert files.pid is not None
         return files.pid
@@ -127,9 +130,7 @@ def test_memory_is_known_beforehand_and_in_the_manifest(tmp_path: Path) -> None:
 def test_one_arena_skips_while_it_is_written() -> None:
     rig = Rig(MemoryStorage(), arenas=1)
     opened = threading.Event()
-    rig.engine.faults = AtPoint(
-        FaultPoint.CHECKPOINT_FILES_DURABLE, lambda: assert_true(opened.wait(WAIT_S))
-    )
+    rig.at.do(FaultPoint.CHECKPOINT_FILES_DURABLE, lambda: assert_true(opened.wait(WAIT_S)))
     assert rig.stage(1)
     assert not rig.stage(2)
     opened.set()
@@ -156,7 +157,7 @@ def test_a_writer_lost_in_the_middle_is_replaced_and_the_save_committed(
         if left:
             os.kill(lost, left.pop())
 
-    rig.engine.faults = AtPoint(FaultPoint.CHECKPOINT_FILE_WRITTEN, strike_once)
+    rig.at.do(FaultPoint.CHECKPOINT_FILE_WRITTEN, strike_once)
     assert rig.stage(2, must=True)
     (event,) = rig.said("checkpoint_writer_lost")
     assert event["replacement"] == "another one"
@@ -168,7 +169,7 @@ def test_a_writer_lost_in_the_middle_is_replaced_and_the_save_committed(
 def test_a_writer_lost_again_and_again_fails_the_save_and_not_the_next(tmp_path: Path) -> None:
     rig = Rig(PosixStorage(tmp_path), writer="process")
     assert rig.stage(1, must=True)
-    process = rig.engine._images._process  # type: ignore[attr-defined]
+    process = rig.engine._pipeline._images._process  # type: ignore[attr-defined]
     ask = process._ask
 
     def dies_on_the_job(job: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def test_bytes_that_the_disk_loses_are_found_before_the_commit(tmp_path: Path) -
                 file.write(b"\xff\xfe\xfd\xfc")
                 os.fsync(file.fileno())
 
-    rig.engine.faults = AtPoint(FaultPoint.CHECKPOINT_FILE_WRITTEN, lose_a_byte)
+    rig.at.do(FaultPoint.CHECKPOINT_FILE_WRITTEN, lose_a_byte)
     assert rig.stage(1)
     assert rig.engine.wait(WAIT_S)
     assert "in chunk 1" in str(rig.engine.last_error)
@@ -296,7 +297,7 @@ def test_torchs_own_counter_is_looked_at_too(monkeypatch: pytest.MonkeyPatch) ->
     rig.registry.register(
         "plain", Counted(lambda: {"t": tensor, "uncounted": uncounted}), kind="tensors"
     )
-    fill = type(rig.engine._arenas[0]).fill
+    fill = type(rig.engine._pipeline.arenas[0]).fill
 
     def filled_while_training(*args: Any) -> None:
         fill(*args)

@@ -51,7 +51,7 @@ BAD = [
     ("pickling", PRODUCT, DOC + "import pickle\n"),
     ("pickling", PRODUCT, DOC + 'torch.save(x, "a")\n'),
     ("torch_places", "src/perdure/experience/x.py", DOC + "import torch\n"),
-    ("torch_places", "src/perdure/checkpoint/engine.py", DOC + "from torch import nn\n"),
+    ("torch_places", "src/perdure/checkpoint/checkpointer.py", DOC + "from torch import nn\n"),
     ("glossary", PRODUCT, DOC + f"replay{'_'}buffer = 1\n"),
     ("glossary", PRODUCT, DOC + f"# one mini{'-'}step\n"),
     ("glossary", PRODUCT, f'"""Weight {"sync"}."""\n'),

@@ -4,9 +4,9 @@ Torch-specific components lie in :mod:`perdure.checkpoint.torch_components`; imp
 does not import torch.
 """
 
+from perdure.checkpoint.checkpointer import Checkpointer, CheckpointOptions
 from perdure.checkpoint.comparison import Comparison, Difference, compare
 from perdure.checkpoint.components import ArraysComponent, ValuesComponent
-from perdure.checkpoint.engine import CheckpointEngine, CheckpointOptions
 from perdure.checkpoint.files import FileProblem
 from perdure.checkpoint.guard import ChangeCounter
 from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
@@ -32,9 +32,9 @@ from perdure.checkpoint.verification import (
 __all__ = [
     "ArraysComponent",
     "ChangeCounter",
-    "CheckpointEngine",
     "CheckpointOptions",
     "CheckpointReader",
+    "Checkpointer",
     "Choice",
     "CommitLedger",
     "Comparison",

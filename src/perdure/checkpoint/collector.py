@@ -51,7 +51,7 @@ class Collector:
         self.events("checkpoint_collected", {"names": ",".join(directories)})
 
     def sweep(self, collected: Sequence[str]) -> tuple[str, ...]:
-        """Delete what earlier incarnations left behind; see ``CheckpointEngine.sweep``."""
+        """Delete what earlier incarnations left behind; see ``Checkpointer.sweep``."""
         leftovers = left_behind(self.storage, self.ledger.committed(), collected)
         retention.release_segments(self.storage, leftovers.stale, self.segments)
         for directory in leftovers.stale:

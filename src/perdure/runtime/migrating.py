@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from perdure.checkpoint import (
-    CheckpointEngine,
+    Checkpointer,
     CheckpointOptions,
     CheckpointReader,
     Manifest,
@@ -99,7 +99,7 @@ def _store(place: Place, run: HeldRun, source: Manifest, migrations: Migrations)
     }
     info = replace(source.info, lineage=lineage, experience=reader.experience())
     keep = len(run.ledger.committed()) + 1
-    engine = CheckpointEngine(
+    engine = Checkpointer(
         place.storage,
         registry=stored_registry(reader, migrations),
         ledger=run.ledger,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import msgpack
 
-from perdure.checkpoint import CheckpointEngine as Saver
-from perdure.checkpoint import CheckpointOptions, Choice, Registry, StagedInfo
+from perdure.checkpoint import Checkpointer, CheckpointOptions, Choice, Registry, StagedInfo
 from perdure.checkpoint.arena import spec_of
 from perdure.checkpoint.manifest import CHECKPOINTS
 from perdure.checkpoint.snapshot import library_versions
@@ -93,7 +92,7 @@ class OpenRun:
     """A claimed run that this process writes. Made by :func:`open_run`."""
 
     def __init__(
-        self, world: World, *, claimed: ClaimedRun, store: ExperienceStore, saver: Saver
+        self, world: World, *, claimed: ClaimedRun, store: ExperienceStore, saver: Checkpointer
     ) -> None:
         self.saver = saver
         self._world = world
@@ -182,7 +181,7 @@ def open_run(
     )
     try:
         ledger = LogLedger(claimed.state.checkpoints)
-        saver = Saver(
+        saver = Checkpointer(
             world.storage,
             registry=registry,
             ledger=ledger,
@@ -201,9 +200,8 @@ def open_run(
     ledger.start(store)
     try:
         if world.remote is not None:
-            saver.tier = world.remote.start(
-                world.storage, ledger=ledger, incarnation=claimed.incarnation
-            )
+            tier = world.remote.start(world.storage, ledger=ledger, incarnation=claimed.incarnation)
+            saver.ship_to(tier)
         saver.reserve()
         saver.sweep(store.state.collected)
         for path in ATOMIC_WRITES_GO_TO:
@@ -231,7 +229,7 @@ def _require_storable(registry: Registry) -> None:
             ) from error
 
 
-def _restore(claimed: ClaimedRun, saver: Saver, how: Restoring) -> Choice | None:
+def _restore(claimed: ClaimedRun, saver: Checkpointer, how: Restoring) -> Choice | None:
     if not claimed.state.checkpoints:
         return None
     segments = "nothing" if how.cold else "index"

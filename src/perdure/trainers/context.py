@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from perdure.checkpoint import CheckpointEngine
+from perdure.checkpoint import Checkpointer
 from perdure.core.clock import Clock
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
@@ -34,7 +34,7 @@ class TrainContext:
     task: Task
     store: ExperienceStore
     runtime: Runtime
-    checkpoints: CheckpointEngine
+    checkpoints: Checkpointer
     metrics: MetricsFiles
     curve: CurveFile
     clock: Clock

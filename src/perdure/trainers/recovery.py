@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perdure.checkpoint import CheckpointEngine, CheckpointOptions, Choice
+from perdure.checkpoint import Checkpointer, CheckpointOptions, Choice
 from perdure.checkpoint.manifest import CHECKPOINTS
 from perdure.checkpoint.verification import QUARANTINE
 from perdure.config import config_digest
@@ -138,7 +138,7 @@ def _open(
     """Restore, announce the incarnation in the log, and put the context together."""
     progress = Progress()
     ledger = LogLedger(claimed.state.checkpoints)
-    checkpoints = CheckpointEngine(
+    checkpoints = Checkpointer(
         launch.storage,
         registry=register_components(machinery, progress),
         ledger=ledger,
@@ -195,7 +195,7 @@ def _open(
     )
 
 
-def _restore(claimed: ClaimedRun, checkpoints: CheckpointEngine) -> Choice | None:
+def _restore(claimed: ClaimedRun, checkpoints: Checkpointer) -> Choice | None:
     """Load the newest whole checkpoint of the kept lineage; None in a run that has none yet."""
     committed = claimed.state.checkpoints
     if not committed:

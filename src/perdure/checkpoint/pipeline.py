@@ -1,0 +1,272 @@
+"""From a staged copy to a committed checkpoint: write, verify, commit, retain, one save at a time.
+
+Order of one save, every arrow durable before the next begins: files → manifest → ``checkpointed``
+acknowledged → ``latest.json`` → ``collect`` acknowledged → older directories deleted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from perdure.checkpoint import retention, writer
+from perdure.checkpoint.arena import Arena
+from perdure.checkpoint.collector import Collector
+from perdure.checkpoint.image_files import ImageFiles, image_files, share_from
+from perdure.checkpoint.ledger import CheckpointTier, CommitLedger
+from perdure.checkpoint.manifest import LATEST, Manifest, directory_path
+from perdure.checkpoint.options import CheckpointOptions
+from perdure.checkpoint.segments.store import SegmentStore
+from perdure.checkpoint.snapshot import Snapshot
+from perdure.core import sealed_json
+from perdure.core.clock import Clock
+from perdure.core.components import Segment
+from perdure.core.errors import PerdureError, StorageError
+from perdure.core.events import EventSink
+from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.ids import CheckpointName, IncarnationNumber
+from perdure.core.records import Checkpointed
+from perdure.core.storage_api import Storage
+
+SaveError = PerdureError | OSError
+"""What a save may fail with while training goes on."""
+
+
+@dataclass(slots=True)
+class SavePipeline:
+    """Owns the arenas, the names in use and what became of the saves.
+
+    The owner's thread takes an arena, fills it and submits it; everything behind that runs on
+    ``executor``, which gives the arena back once its files are written. A save that the storage or
+    the ledger refuses leaves the older checkpoints as they are and is reported; any other exception
+    is raised to the owner by the next :meth:`reap`.
+    """
+
+    storage: Storage
+    ledger: CommitLedger = field(kw_only=True)
+    clock: Clock = field(kw_only=True)
+    faults: FaultHook = field(kw_only=True)
+    events: EventSink = field(kw_only=True)
+    options: CheckpointOptions = field(kw_only=True)
+    executor: Executor | None = field(default=None, kw_only=True)
+    """A single thread by default, ended by :meth:`close`; one that is passed in stays."""
+    tier: CheckpointTier | None = field(default=None, kw_only=True)
+
+    last_error: SaveError | None = field(default=None, init=False)
+    """Why the newest save failed; None once a later one is committed."""
+    failed: int = field(default=0, init=False)
+    verified: set[str] = field(default_factory=set[str], init=False)
+    """Directories whose every byte was checked by this process."""
+    segments: SegmentStore = field(init=False)
+    arenas: tuple[Arena, ...] = field(init=False)
+
+    _free: deque[Arena] = field(init=False, repr=False)
+    _used: set[str] = field(default_factory=set[str], init=False, repr=False)
+    _pending: deque[Future[SaveError | None]] = field(init=False, repr=False)
+    _executor: Executor = field(init=False, repr=False)
+    _images: ImageFiles = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self._executor = self.executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._images = image_files(
+            self.storage,
+            writer=options.writer,
+            stall_s=options.stall_timeout_s,
+            events=self.events,
+        )
+        share = share_from(options.writer)
+        self.arenas = tuple(Arena(share_from=share) for _ in range(options.arenas))
+        self._free = deque(self.arenas)
+        self._pending = deque()
+        self.segments = SegmentStore(
+            self.storage, clock=self.clock, faults=self.faults, events=self.events
+        )
+
+    @property
+    def pending(self) -> int:
+        """Jobs that are handed over and not ended yet."""
+        return sum(not job.done() for job in self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether every arena is in use."""
+        return not self._free
+
+    def reserve(self, size: int) -> None:
+        """Give every free arena ``size`` bytes."""
+        for arena in self._free:
+            arena.fit(size)
+
+    def take_arena(self) -> Arena:
+        """A free arena, the caller's until it is submitted or given back."""
+        return self._free.popleft()
+
+    def give_back(self, arena: Arena) -> None:
+        """It was not submitted."""
+        self._free.append(arena)
+
+    def is_used(self, directory: str) -> bool:
+        """Whether a checkpoint has that name, or may get it yet."""
+        committed = {record.directory for record in self.ledger.committed()}
+        return directory in self._used or directory in committed
+
+    def submit(self, snapshot: Snapshot) -> Future[SaveError | None]:
+        """Save what an arena holds; the future says what kept it from being committed."""
+        self._used.add(snapshot.manifest.name.directory)
+        saving = self._executor.submit(self._save, snapshot)
+        self._pending.append(saving)
+        return saving
+
+    def submit_segments(
+        self, parts: Mapping[str, Sequence[Segment]], incarnation: IncarnationNumber
+    ) -> None:
+        """Store segments beforehand; what fails is tried again by the next save."""
+        self._pending.append(self._executor.submit(self._store, parts, incarnation))
+
+    def reap(self) -> None:
+        """Take finished jobs off the list; what they did not expect is raised here."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until no job is pending; False if some still are after ``timeout_s``."""
+        deadline_s = self.clock.monotonic_s() + timeout_s
+        while self._pending:
+            job = self._pending[0]
+            try:
+                job.exception(timeout=max(0.0, deadline_s - self.clock.monotonic_s()))
+            except TimeoutError:
+                return False
+            self.reap()
+        return True
+
+    def close(self) -> None:
+        """Wait for pending jobs, end the thread and the process, give the arenas back.
+
+        Raises:
+            StorageError: A job did not end within ``must_timeout_s``.
+        """
+        drained = False
+        try:
+            drained = self.wait(self.options.must_timeout_s)
+        finally:
+            if self.executor is None:
+                self._executor.shutdown(wait=drained, cancel_futures=True)
+        if not drained:
+            raise self.too_slow("checkpoints")
+        self._images.close()
+        for arena in self.arenas:
+            arena.close()
+
+    def too_slow(self, where: str) -> StorageError:
+        """The error of a save that is still going on when it should have ended."""
+        return StorageError(
+            f"a save did not end within {self.options.must_timeout_s:g} s",
+            where=where,
+            way_out="look at the disk, or raise the limit",
+        )
+
+    @property
+    def collector(self) -> Collector:
+        """Deletes what the ledger lists as collected."""
+        return Collector(
+            self.storage,
+            self.ledger,
+            self.segments,
+            self.faults,
+            self.events,
+            timeout_s=self.options.commit_timeout_s,
+        )
+
+    def _save(self, snapshot: Snapshot) -> SaveError | None:
+        """One save, on the executor; returns what kept it from being committed."""
+        name = snapshot.manifest.name
+        started_s = self.clock.monotonic_s()
+        writing = False
+        try:
+            writer.require_empty(self.storage, name.directory)
+            stored = self.segments.make_durable(snapshot.segments, name.incarnation)
+            snapshot = snapshot.naming(stored)
+            writing = True
+            manifest, digest = writer.write(
+                self.storage, snapshot, self.faults, images=self._images
+            )
+        except (PerdureError, OSError) as error:
+            if writing:
+                self._discard(name)
+            return self._report(name, error)
+        finally:
+            self._free.append(snapshot.arena)
+        self.verified.add(name.directory)
+        try:
+            self._commit(manifest, digest, started_s)
+        except (PerdureError, OSError) as error:
+            return self._report(name, error)
+        self.last_error = None
+        try:
+            self.segments.named_now(manifest.segments)
+            self._point_to(name, digest)
+            self._retain()
+            if self.tier is not None:
+                self.tier.notify()
+        except (PerdureError, OSError) as error:
+            self._report(name, error)
+        return None
+
+    def _store(
+        self, parts: Mapping[str, Sequence[Segment]], incarnation: IncarnationNumber
+    ) -> SaveError | None:
+        """Store segments, on the executor; what fails is tried again by the next save."""
+        try:
+            self.segments.make_durable(parts, incarnation)
+        except (PerdureError, OSError) as error:
+            self.events("warning", {"message": f"segments could not be stored yet ({error})"})
+            return error
+        return None
+
+    def _report(self, name: CheckpointName, error: SaveError) -> SaveError:
+        self.failed += 1
+        self.last_error = error
+        text = str(error) or repr(error)
+        self.events("checkpoint_failed", {"step": name.step, "name": name.directory, "error": text})
+        return error
+
+    def _commit(self, manifest: Manifest, digest: str, started_s: float) -> None:
+        name = manifest.name
+        record = Checkpointed(
+            directory=name.directory,
+            phase=name.phase,
+            step=name.step,
+            manifest_digest=digest,
+            position=manifest.info.position,
+        )
+        self.ledger.commit(record).result(timeout=self.options.commit_timeout_s)
+        self.faults.reach(FaultPoint.CHECKPOINT_LOGGED)
+        write_ms = (self.clock.monotonic_s() - started_s) * 1e3
+        fields = {"step": name.step, "name": name.directory, "write_ms": write_ms}
+        self.events("checkpoint_committed", {**fields, "bytes": manifest.bytes})
+
+    def _point_to(self, name: CheckpointName, digest: str) -> None:
+        pointer = {"format": 1, "directory": name.directory, "manifest_digest": digest}
+        self.storage.write_atomic(directory_path(LATEST), sealed_json.encode(pointer))
+        self.faults.reach(FaultPoint.POINTER_WRITTEN)
+
+    def _retain(self) -> None:
+        kept = retention.present(self.storage, self.ledger.committed())
+        surplus = retention.surplus(kept, keep=self.options.keep, verified=self.verified)
+        if surplus and self.tier is not None:
+            surplus = self.tier.let_go(surplus)
+        if surplus:
+            self.collector.collect(surplus)
+
+    def _discard(self, name: CheckpointName) -> None:
+        """Free what a failed save has written; it was never a checkpoint."""
+        try:
+            retention.remove(self.storage, name.directory)
+            self._used.discard(name.directory)
+        except (PerdureError, OSError) as error:
+            message = f"{name.directory}: could not remove a failed save ({error})"
+            self.events("warning", {"message": message})
