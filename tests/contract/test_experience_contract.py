@@ -25,6 +25,7 @@ from perdure.experience import (
     LogOptions,
     RemoteStore,
     RunInfo,
+    SamplingRules,
     StoreServer,
     claim_experience,
     create_run,
@@ -143,18 +144,17 @@ def test_a_decision_is_applied_and_paid_for(
         run_group(store, door, 0, (1.0, 1.0))
         run_group(store, door, 1, (0.0, 1.0))
     step = GlobalStep(2)
-    decision = decide(
-        store.state, global_step=step, policy=AgePolicy.DROP, threshold=2, dynamic_filter=True
-    )
+    rules = SamplingRules(AgePolicy.DROP, 2, dynamic_filter=True)
+    decision = decide(store.state, global_step=step, rules=rules)
     assert decision.evict == ((GroupId(0), EvictionReason.FILTERED),)
     store.evict(decision.evict, global_step=step)
     store.close("stopped")
     store.check()
 
     store = start(storage, options)
-    decision = decide(store.state, global_step=step, policy=AgePolicy.DROP, threshold=2)
+    decision = decide(store.state, global_step=step, rules=rules)
     assert (decision.evict, decision.refill) == ((), 1)
     store.refill([make.submitted(2, step=2)])
-    assert decide(store.state, global_step=step, policy=AgePolicy.DROP, threshold=2).refill == 0
+    assert decide(store.state, global_step=step, rules=rules).refill == 0
     store.close("stopped")
     store.check()

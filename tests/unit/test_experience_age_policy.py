@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import experience_records as make
 import pytest
 
-from perdure.core.ids import GlobalStep, GroupId
+from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason, GroupOutcome
-from perdure.core.records import ControlRecord
-from perdure.experience.age_policy import AgePolicy, Decision, decide, prompt_age
+from perdure.core.records import ControlRecord, Published
+from perdure.experience.age_policy import AgePolicy, Decision, SamplingRules, decide, prompt_age
 from perdure.experience.fold import ExperienceState, fold
 
 AGE, FAILED, FILTERED = EvictionReason.AGE, EvictionReason.FAILED, EvictionReason.FILTERED
@@ -30,13 +32,8 @@ def decision(
     *,
     dynamic_filter: bool = False,
 ) -> Decision:
-    return decide(
-        state,
-        global_step=GlobalStep(step),
-        policy=policy,
-        threshold=threshold,
-        dynamic_filter=dynamic_filter,
-    )
+    rules = SamplingRules(policy, threshold, dynamic_filter=dynamic_filter)
+    return decide(state, global_step=GlobalStep(step), rules=rules)
 
 
 def test_a_prompt_is_one_step_old_in_the_step_of_its_submission() -> None:
@@ -121,5 +118,61 @@ def test_prompts_owed_from_before_a_crash_are_asked_for_until_they_are_submitted
 
 
 def test_a_threshold_below_the_age_of_a_fresh_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="threshold 0 is below 1"):
+    with pytest.raises(ValueError, match="max_prompt_age 0 is below 1"):
         decision(ExperienceState(), 1, AgePolicy.DROP, threshold=0)
+
+
+def with_versions(group: int, *versions: tuple[int, int]) -> list[ControlRecord]:
+    """A finished group; ``versions`` are the lowest and highest one of each session."""
+    done = [
+        dataclasses.replace(
+            make.session_done(group, index, reward=float(index)),
+            first_versions=(PolicyVersion(first),),
+            last_versions=(PolicyVersion(last),),
+        )
+        for index, (first, last) in enumerate(versions)
+    ]
+    return [make.submitted(group, sessions=len(versions)), *done, make.settled(group)]
+
+
+def published(*versions: int) -> list[ControlRecord]:
+    return [Published(PolicyVersion(v), f"digest-{v}", GlobalStep(v)) for v in versions]
+
+
+@pytest.mark.parametrize(("limit", "leaves"), [(1, True), (2, True), (3, False), (None, False)])
+def test_a_session_of_too_many_versions_takes_its_group_along(
+    limit: int | None, leaves: bool
+) -> None:
+    state = state_of(published(1, 2, 3), with_versions(0, (3, 3), (1, 3)))
+    rules = SamplingRules(AgePolicy.WAIT, 9, max_version_span=limit)
+    found = decide(state, global_step=GlobalStep(1), rules=rules)
+    assert found.evict == (((GroupId(0), EvictionReason.VERSION_SPAN),) if leaves else ())
+
+
+@pytest.mark.parametrize(("limit", "leaves"), [(0, True), (1, True), (2, False), (None, False)])
+def test_a_session_too_far_behind_the_published_version_takes_its_group_along(
+    limit: int | None, leaves: bool
+) -> None:
+    state = state_of(published(1, 2, 3), with_versions(0, (3, 3), (1, 1)))
+    rules = SamplingRules(AgePolicy.WAIT, 9, max_version_lag=limit)
+    found = decide(state, global_step=GlobalStep(1), rules=rules)
+    assert found.evict == (((GroupId(0), EvictionReason.VERSION_LAG),) if leaves else ())
+
+
+def test_versions_of_a_branch_that_was_left_lag_as_much_as_they_lead() -> None:
+    state = state_of(published(1), with_versions(0, (4, 4)))
+    found = decide(state, global_step=GlobalStep(1), rules=SamplingRules(max_version_lag=2))
+    assert found.evict == ((GroupId(0), EvictionReason.VERSION_LAG),)
+
+
+def test_a_group_too_old_in_every_way_leaves_once_for_its_age() -> None:
+    state = state_of(published(1, 2, 3), with_versions(0, (1, 3)))
+    rules = SamplingRules(AgePolicy.DROP, 1, max_version_span=1, max_version_lag=0)
+    found = decide(state, global_step=GlobalStep(5), rules=rules)
+    assert found == Decision(evict=((GroupId(0), AGE),), refill=1)
+
+
+@pytest.mark.parametrize("field", ["max_version_span", "max_version_lag"])
+def test_limits_that_no_session_can_keep_are_refused(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} -1 is below"):
+        SamplingRules(**{field: -1})

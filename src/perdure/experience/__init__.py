@@ -1,6 +1,6 @@
 """The experience log, and the state that is folded from it."""
 
-from perdure.experience.age_policy import AgePolicy, Decision, decide
+from perdure.experience.age_policy import AgePolicy, Decision, SamplingRules, decide
 from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import RunInfo, create_run, read_run
 from perdure.experience.finished import FinishedSession
@@ -26,6 +26,7 @@ __all__ = [
     "RemoteOptions",
     "RemoteStore",
     "RunInfo",
+    "SamplingRules",
     "StoreServer",
     "claim_experience",
     "create_run",

@@ -60,6 +60,11 @@ class SettledSession(NamedTuple):
         return self.batch.record.rewards[self.row]
 
     @property
+    def first_version(self) -> PolicyVersion:
+        """Lowest policy version that generated some of it."""
+        return self.batch.record.first_versions[self.row]
+
+    @property
     def last_version(self) -> PolicyVersion:
         """Highest policy version that generated some of it."""
         return self.batch.record.last_versions[self.row]

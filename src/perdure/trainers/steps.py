@@ -13,7 +13,7 @@ from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep, GroupId, OptimizerStep, UpdateId
 from perdure.core.records import Published, StepDone, Submitted, UpdateFailed
 from perdure.core.trajectories import RewardedGroup
-from perdure.experience import AgePolicy, decide
+from perdure.experience import decide
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.saving import stage_checkpoint_if_due
@@ -53,7 +53,7 @@ async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
 def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
     """Evict failed groups, pay for evictions, and submit what the step's updates still lack."""
     state = ctx.store.state
-    decision = decide(state, global_step=step, policy=AgePolicy.IGNORE, threshold=1)
+    decision = decide(state, global_step=step)
     if decision.evict:
         ctx.store.evict(decision.evict, global_step=step)
     taken = len(state.updates_of(step))
