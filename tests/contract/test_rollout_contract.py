@@ -21,7 +21,7 @@ from perdure.core.rollout_api import (
     SamplingParams,
 )
 from perdure.models import ModelConfig, Transformer, digest_weights, init_weights, weights_of
-from perdure.rollout import EmbeddedEngine, EngineOptions
+from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool
 
 MODEL = ModelConfig(
     vocab_size=13,
@@ -52,18 +52,21 @@ def model_of(seed: int) -> Transformer:
 MODELS = {ONE: model_of(1), TWO: model_of(2)}
 
 
-@pytest.fixture(params=["embedded", "embedded deterministic"])
+@pytest.fixture(params=["embedded", "embedded deterministic", "pool of 1", "pool of 3"])
 def build(request: pytest.FixtureRequest) -> Build:
-    """Make an engine: ``slots`` at once, chunks of ``chunk_tokens``."""
+    """Make an engine: ``slots`` at once (a pool: at least one each), chunks of ``chunk_tokens``."""
+    members = {"pool of 1": 1, "pool of 3": 3}.get(request.param, 0)
 
     def make(*, slots: int = 4, chunk_tokens: int = 3) -> RolloutEngine:
         options = EngineOptions(
-            slots=slots,
+            slots=max(1, slots // (members or 1)),
             max_tokens=MAX_TOKENS,
             chunk_tokens=chunk_tokens,
             deterministic=request.param == "embedded deterministic",
         )
-        return EmbeddedEngine(MODEL, options)
+        if not members:
+            return EmbeddedEngine(MODEL, options)
+        return EnginePool({f"engine-{n}": EmbeddedEngine(MODEL, options) for n in range(members)})
 
     return make
 
@@ -303,7 +306,8 @@ def test_abort_of_all_returns_partials_of_running_and_waiting(build: Build) -> N
     found, count, again = drive(engine, scenario)
     assert (count, again) == (5, 0)
     assert all(each.reason is StopReason.ABORTED for each in found)
-    assert [bool(each.tokens) for each in found] == [True, True, False, False, False]
+    running = engine.capabilities.slots
+    assert [bool(each.tokens) for each in found] == [True] * running + [False] * (5 - running)
     for request, each in zip(requests, found, strict=True):
         assert each.tokens == whole(build, request).tokens[: len(each.tokens)]
 

@@ -113,6 +113,12 @@ class TrainingError(PerdureError):
     exit_code = 12
 
 
+class EngineLostError(PerdureError):
+    """A rollout engine is gone or silent, or none serves: infrastructure, worth another try."""
+
+    exit_code = 13
+
+
 class StoppedError(PerdureError):
     """SIGTERM ended the run in an orderly way; 128 + 15."""
 

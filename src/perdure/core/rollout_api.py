@@ -6,16 +6,23 @@ new requests; ``sleep``/``wake`` free and restore memory; ``load_weights`` publi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from perdure.core.ids import PolicyVersion
+from perdure.core.errors import EngineLostError
+from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.record_types import StopReason
 from perdure.core.trajectories import Array
 
 MIN_TEMPERATURE = 1e-4
 """Colder than this, logits divided by it could overflow; greedy is temperature 0."""
+
+NO_INCARNATION = IncarnationNumber(0)
+"""Below every incarnation of a run: of weights that belong to none."""
+
+LossListener = Callable[[EngineLostError], None]
+"""Told once, when an engine is lost, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,18 @@ class RolloutEngine(Protocol):
         """Version of the weights held."""
         ...
 
+    @property
+    def undelivered_tokens(self) -> int:
+        """Tokens decoded for live requests that no stream was given so far.
+
+        Of a lost engine: those that went with it.
+        """
+        ...
+
+    def on_loss(self, tell: LossListener) -> None:
+        """Have ``tell`` called when the engine is lost; from then on it serves nobody."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[GenerationChunk]:
         """Stream the answer; the last chunk carries the stop reason.
 
@@ -106,6 +125,7 @@ class RolloutEngine(Protocol):
             RuntimeError: The engine is asleep or has no weights (behind a paused door requests wait
                 instead).
             TrainingError: Decoding failed.
+            EngineLostError: The engine is gone; all that it had sent was streamed before.
         """
         ...
 
@@ -135,11 +155,19 @@ class RolloutEngine(Protocol):
         """Restore memory; weights are absent until :meth:`load_weights`."""
         ...
 
-    async def load_weights(self, version: PolicyVersion, weights: Mapping[str, Any]) -> str:
+    async def load_weights(
+        self,
+        version: PolicyVersion,
+        weights: Mapping[str, Any],
+        *,
+        incarnation: IncarnationNumber = NO_INCARNATION,
+    ) -> str:
         """Copy the weights in and return the digest of what is now held.
 
-        Raises ``RuntimeError`` while requests are decoding, ``ValueError`` if names or shapes
-        differ (the engine then keeps its old weights).
+        Raises:
+            RuntimeError: Requests are decoding.
+            ValueError: Names, shapes or types differ; the engine keeps its old weights.
+            FencedError: A higher incarnation has published to this engine.
         """
         ...
 

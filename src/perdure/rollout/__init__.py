@@ -1,6 +1,7 @@
-"""Rollout engines behind ``core.rollout_api.RolloutEngine``."""
+"""Rollout engines behind ``core.rollout_api.RolloutEngine``, and a pool that makes many one."""
 
 from perdure.rollout.embedded import EmbeddedEngine
-from perdure.rollout.options import EngineOptions
+from perdure.rollout.options import EngineOptions, PoolOptions
+from perdure.rollout.pool import EnginePool
 
-__all__ = ["EmbeddedEngine", "EngineOptions"]
+__all__ = ["EmbeddedEngine", "EngineOptions", "EnginePool", "PoolOptions"]

@@ -7,7 +7,6 @@ after every step; requests join and leave between steps. It runs the learner's o
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -15,18 +14,20 @@ from typing import Any
 import numpy as np
 
 from perdure.core.errors import ConfigError, TrainingError
-from perdure.core.ids import PolicyVersion
+from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import (
-    MIN_TEMPERATURE,
+    NO_INCARNATION,
     EngineCapabilities,
     GenerationChunk,
     GenerationRequest,
-    SamplingParams,
+    LossListener,
 )
+from perdure.core.trajectories import Array
 from perdure.models.transformer import ModelConfig
 from perdure.rollout.decoder import Decoder
 from perdure.rollout.options import EngineOptions
+from perdure.rollout.requests import check_incarnation, check_request, prefix_end
 from perdure.rollout.slots import LiveRequest, SlotTable
 
 NO_VERSION = PolicyVersion(-1)
@@ -39,12 +40,16 @@ class EmbeddedEngine:
     Args:
         model_config: Shape of the model.
         options: Slots, lengths, determinism.
+        counters: uint64 (2,), kept up to date: tokens decoded, and those of them that streams were
+            given or do not want any more. Another process may read them.
 
     Raises:
         ConfigError: ``max_tokens`` exceeds the model's ``max_positions``.
     """
 
-    def __init__(self, model_config: ModelConfig, options: EngineOptions) -> None:
+    def __init__(
+        self, model_config: ModelConfig, options: EngineOptions, *, counters: Array | None = None
+    ) -> None:
         if options.max_tokens > model_config.max_positions:
             raise ConfigError(
                 f"max_tokens {options.max_tokens} exceeds max_positions "
@@ -64,6 +69,8 @@ class EmbeddedEngine:
         self._paused = False
         self._closed = False
         self._driver: asyncio.Task[None] | None = None
+        self._counters = np.zeros(2, np.uint64) if counters is None else counters
+        self._incarnation = NO_INCARNATION
 
     def _new_table(self) -> SlotTable:
         return SlotTable(
@@ -84,6 +91,13 @@ class EmbeddedEngine:
     def version(self) -> PolicyVersion:
         """Version of the weights last loaded; -1 before the first."""
         return self._version
+
+    @property
+    def undelivered_tokens(self) -> int:
+        return int(self._counters[0] - self._counters[1])
+
+    def on_loss(self, tell: LossListener) -> None:
+        """It lives and dies with this process: there is never anything to tell."""
 
     @property
     def memory_bytes(self) -> int:
@@ -148,9 +162,16 @@ class EmbeddedEngine:
         if self._decoder is None:
             self._decoder = Decoder(self._config, self._options)
 
-    async def load_weights(self, version: PolicyVersion, weights: Mapping[str, Any]) -> str:
+    async def load_weights(
+        self,
+        version: PolicyVersion,
+        weights: Mapping[str, Any],
+        *,
+        incarnation: IncarnationNumber = NO_INCARNATION,
+    ) -> str:
         """Copy the weights (torch tensors or numpy arrays) in; see the contract."""
         self._check_open()
+        self._incarnation = check_incarnation(incarnation, seen=self._incarnation)
         if self._decoder is None:
             raise RuntimeError("the engine is asleep; wake it before loading weights")
         if self._table.count:
@@ -184,7 +205,7 @@ class EmbeddedEngine:
             raise RuntimeError(f"the engine {state}; call load_weights before generating")
         live = self._check_request(request)
         self._live[request.request_id] = live
-        reason = _already_ended(request)
+        reason = prefix_end(request)
         if reason is not None:
             self._finish(live, reason)
         else:
@@ -193,18 +214,10 @@ class EmbeddedEngine:
         return live
 
     def _check_request(self, request: GenerationRequest) -> LiveRequest:
+        check_request(request)
         sampling, name = request.sampling, request.request_id
-        _check_sampling(sampling, name)
         if name in self._live:
             raise ValueError(f"request {name!r} is live already; ids are unique among live ones")
-        if not (request.prompt_ids and request.random_key):
-            raise ValueError(f"request {name!r} needs at least one prompt token and one random key")
-        spent = len(request.prefix_ids)
-        if spent > sampling.max_new_tokens:
-            raise ValueError(
-                f"request {name!r}: a prefix of {spent} tokens exceeds the budget of "
-                f"{sampling.max_new_tokens}"
-            )
         if len(request.prompt_ids) + sampling.max_new_tokens > self._options.max_tokens:
             raise ValueError(
                 f"request {name!r}: {len(request.prompt_ids)} prompt tokens and a budget of "
@@ -215,7 +228,7 @@ class EmbeddedEngine:
             raise ValueError(
                 f"request {name!r}: token ids must lie in 0 … {self._config.vocab_size - 1}"
             )
-        return LiveRequest(request, context, sampling.max_new_tokens - spent)
+        return LiveRequest(request, context, sampling.max_new_tokens - len(request.prefix_ids))
 
     def _start_driver(self) -> None:
         if self._has_work() and (self._driver is None or self._driver.done()):
@@ -251,6 +264,7 @@ class EmbeddedEngine:
         if self._waiting and not self._paused:
             self._let_in(self._decoder)
         tokens_N, logprobs_N = self._decoder.step(table)
+        self._counters[0] += table.count
         outcome = table.record(tokens_N, logprobs_N, chunk_tokens=self._options.chunk_tokens)
         for slot, ended, stopped in zip(outcome.due, outcome.ended, outcome.stopped, strict=True):
             live = table.requests[slot]
@@ -270,6 +284,7 @@ class EmbeddedEngine:
     def _deliver(self, live: LiveRequest, reason: StopReason | None) -> None:
         if live.slot >= 0:
             tokens, logprobs = self._table.take_undelivered(live.slot)
+            self._counters[1] += len(tokens)
         else:
             tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
         live.chunks.append(GenerationChunk(tokens, logprobs, self._version, reason))
@@ -285,6 +300,8 @@ class EmbeddedEngine:
             return
         del self._live[live.request.request_id]
         if live.slot >= 0:
+            unwanted = self._table.generated[live.slot] - self._table.delivered[live.slot]
+            self._counters[1] += np.uint64(unwanted)
             self._table.release(live.slot)
         elif live in self._waiting:
             self._waiting.remove(live)
@@ -298,23 +315,3 @@ class EmbeddedEngine:
             live.error.__cause__ = cause
             self._drop(live)
             live.wake()
-
-
-def _already_ended(request: GenerationRequest) -> StopReason | None:
-    prefix, sampling = request.prefix_ids, request.sampling
-    if prefix and prefix[-1] in sampling.stop_token_ids:
-        return StopReason.STOP
-    return StopReason.LENGTH if len(prefix) == sampling.max_new_tokens else None
-
-
-def _check_sampling(sampling: SamplingParams, name: str) -> None:
-    temperature = sampling.temperature
-    warm = MIN_TEMPERATURE <= temperature < math.inf
-    for field, value, holds, rule in (
-        ("temperature", temperature, temperature == 0 or warm, f"0 or at least {MIN_TEMPERATURE}"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("max_new_tokens", sampling.max_new_tokens, sampling.max_new_tokens >= 1, "1 or more"),
-    ):
-        if not holds:
-            raise ValueError(f"request {name!r}: {field} is {value!r}; it must be {rule}")

@@ -23,3 +23,34 @@ class EngineOptions(BaseModel):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Of weights and cache; weights must be given in it."
     )
+
+
+class PoolOptions(BaseModel):
+    """How long a pool waits for what, and how often it tries."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    no_engine_timeout_s: float = Field(
+        default=120.0, gt=0, description="Longest wait of a request while no engine serves."
+    )
+    door_timeout_s: float = Field(
+        default=3600.0, gt=0, description="Longest wait of a request at the pool's paused door."
+    )
+    silence_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="An engine with requests in flight that gives no token for so long is lost.",
+    )
+    verb_timeout_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="An engine that does not answer pause, abort, sleep and the like is lost.",
+    )
+    max_setbacks: int = Field(
+        default=8,
+        ge=1,
+        description="Engine deaths and idle turns of one request before it is given up.",
+    )
+    sticky_requests: int = Field(
+        default=10_000, ge=1, description="Request ids whose last engine is remembered."
+    )
