@@ -10,6 +10,7 @@ import numpy as np
 from typer.testing import CliRunner
 
 from perdure import CheckpointEngine, every
+from perdure.checkpoint.keep import Keep
 from perdure.cli import main as cli
 
 RUNNER = CliRunner()
@@ -31,7 +32,7 @@ def script(
     *,
     steps: int,
     weights: int = 8,
-    keep: int = 5,
+    keep: int | Keep = 5,
     each: Callable[[int], None] = lambda _: None,
     **more: Any,
 ) -> None:

@@ -127,7 +127,7 @@ class TieredRun:
         self.weights = {"w": np.zeros(WEIGHTS, np.float32)}
         self.counters = {"global_step": 0}
         self.replay = small_ring(capacity=REPLAY_ROWS)
-        self.ledger = FlushedLedger(self.claimed.state.checkpoints)
+        self.ledger = FlushedLedger(self.claimed.state)
         self.engine = Checkpointer(
             storage,
             registry=self._registry(),

@@ -19,7 +19,7 @@ from perdure.checkpoint.tier.pins import Pins
 from perdure.core.clock import SystemClock
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.experience import read_experience
-from perdure.runtime.maintenance import Place, collect_run
+from perdure.runtime.maintenance import Collecting, Place, collect_run
 from perdure.storage import PosixStorage
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "run-v1"
@@ -148,7 +148,7 @@ def test_gc_cut_short_is_finished_by_the_next(tmp_path: Path, point: FaultPoint)
     newest = names(run)[-1]
     plan = FaultPlan([FaultRule(point, 1, FaultAction.RAISE)])
     with pytest.raises(InjectedFault):
-        collect_run(Place(PosixStorage(run), SystemClock(), plan), keep=1)
+        collect_run(Place(PosixStorage(run), SystemClock(), plan), Collecting(1))
     assert plan.fired
     assert newest in names(run)
     assert perdure("ckpt", "gc", run, "--keep", "1")[0] == 0

@@ -379,7 +379,7 @@ def test_what_cannot_be_stored_is_refused_at_once(tensors: Any, values: Any) -> 
 def test_a_manifest_takes_plain_numbers_only() -> None:
     rig = Rig(MemoryStorage())
     with pytest.raises(ConfigError, match="cannot be written to a manifest"):
-        rig.stage(1, info=staged_info(1, metric=np.float32(1)))
+        rig.stage(1, info=staged_info(1, metrics={"m": np.float32(1)}))
     rig.save(1)
     rig.engine.close()
 

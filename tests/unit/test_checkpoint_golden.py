@@ -68,7 +68,7 @@ def test_format_1_manifest(run: PosixStorage) -> None:
     assert manifest.info.lineage == {"run_id": "0" * 32, "incarnation": 1, "parent": 0}
     assert manifest.info.algorithm == "ppo"
     assert (manifest.info.config_digest, manifest.info.dataset_digest) == ("c0ffee", "da7a")
-    assert manifest.info.metric == 0.75
+    assert manifest.info.metrics == {}
     assert manifest.info.environment == {"threads": 1}
     assert manifest.created_wall_s == 1_700_000_000.0
     assert CheckpointReader(run, manifest).experience() == {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from perdure.checkpoint import retention
+from perdure.checkpoint.keep import Keep, MetricsOf, why_kept
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import directory_path
 from perdure.checkpoint.segments.store import SegmentStore
@@ -103,12 +104,12 @@ class CollectionPlan:
 
     Attributes:
         verified: The newest one whose every byte is right; it always stays.
-        kept: Directories that stay, oldest first.
+        kept: Directories that stay, oldest first, with the reasons.
         surplus: Directories that go, oldest first.
     """
 
     verified: str
-    kept: tuple[str, ...]
+    kept: Mapping[str, tuple[str, ...]]
     surplus: tuple[str, ...]
 
 
@@ -116,19 +117,21 @@ def plan_collection(
     storage: Storage,
     committed: Sequence[Checkpointed],
     *,
-    keep: int,
+    rules: Keep,
+    metrics_of: MetricsOf,
     pinned: Collection[str] = (),
     executor: Executor | None = None,
 ) -> CollectionPlan:
     """Apply the rules of retention; changes nothing.
 
-    Stay: the newest ``keep``, the newest that verifies, byte by byte, and what is pinned.
+    Stay: what the rules keep, the newest that verifies, byte by byte, and what is pinned.
 
     Args:
         storage: The run's storage.
         committed: Commits of the kept lineage, oldest first.
-        keep: At least 1.
-        pinned: Directories that something else needs, the remote tier for example.
+        rules: What to keep.
+        metrics_of: Says by which values the best are chosen.
+        pinned: Directories that the remote tier needs.
         executor: Checks several files at once.
 
     Raises:
@@ -150,7 +153,21 @@ def plan_collection(
             rule="nothing is deleted while there is no verified checkpoint",
             way_out="restore one of them from a copy",
         )
-    going = retention.surplus(there, keep=keep, verified={verified})
-    surplus = tuple(name for name in going if name not in pinned)
-    kept = tuple(record.directory for record in there if record.directory not in surplus)
-    return CollectionPlan(verified, kept, surplus)
+    reasons = reasons_to_stay(
+        there, rules, metrics_of=metrics_of, pinned=pinned, verified=(verified,)
+    )
+    surplus = tuple(name for name, why in reasons.items() if not why)
+    return CollectionPlan(verified, {name: why for name, why in reasons.items() if why}, surplus)
+
+
+def reasons_to_stay(
+    there: Sequence[Checkpointed],
+    rules: Keep,
+    *,
+    metrics_of: MetricsOf,
+    pinned: Collection[str],
+    verified: Collection[str] = (),
+) -> dict[str, tuple[str, ...]]:
+    """As :func:`~perdure.checkpoint.keep.why_kept`; ``remote`` is the reason of what is pinned."""
+    reasons = why_kept(there, rules, metrics_of=metrics_of, verified=verified)
+    return {name: (*why, "remote") if name in pinned else why for name, why in reasons.items()}

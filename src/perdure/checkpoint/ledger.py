@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -23,6 +23,10 @@ class CommitLedger(Protocol):
 
     def committed(self) -> Sequence[Checkpointed]:
         """Committed in the kept lineage and not collected, oldest first."""
+        ...
+
+    def metrics(self, record: Checkpointed) -> Mapping[str, float]:
+        """What is known of the state of a checkpoint beyond its manifest, by name."""
         ...
 
 
@@ -59,6 +63,10 @@ class MemoryLedger:
     def committed(self) -> Sequence[Checkpointed]:
         with self._lock:
             return tuple(self._records)
+
+    def metrics(self, record: Checkpointed) -> Mapping[str, float]:
+        del record
+        return {}
 
 
 def _done() -> Future[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import xxhash
 
+from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.registry import RESTORE_ORDER, Kind
 from perdure.core import sealed_json
 from perdure.core.components import StoredSegment
@@ -45,7 +46,8 @@ class StagedInfo:
         config_digest: Fingerprint of the resolved configuration.
         dataset_digest: Fingerprint of the data.
         experience: msgpack-able: the data frontier.
-        metric: Value by which checkpoints are compared, if there is one.
+        metrics: Values by which checkpoints are compared, by name.
+        keep: Rules of retention of the run at this moment, if it has any.
         environment: What else the arithmetic depends on (threads, processor, mode).
     """
 
@@ -56,8 +58,9 @@ class StagedInfo:
     config_digest: str
     dataset_digest: str
     experience: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    metric: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    keep: Keep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ class Manifest:
                 "algorithm": info.algorithm,
                 "config_digest": info.config_digest,
                 "dataset_digest": info.dataset_digest,
-                "metric": info.metric,
+                "metrics": dict(info.metrics),
+                "keep": None if info.keep is None else info.keep.encode(),
                 "environment": dict(info.environment),
                 "versions": dict(self.versions),
                 "arena_bytes": self.arena_bytes,
@@ -212,6 +216,7 @@ def directory_path(directory: str) -> str:
 
 def _parse(value: dict[str, Any]) -> Manifest:
     name, (incarnation, segment, offset) = value["name"], value["position"]
+    keep = value.get("keep")
     info = StagedInfo(
         position=LogPosition(IncarnationNumber(int(incarnation)), int(segment), int(offset)),
         clocks={key: int(clock) for key, clock in value["clocks"].items()},
@@ -219,8 +224,9 @@ def _parse(value: dict[str, Any]) -> Manifest:
         algorithm=str(value["algorithm"]),
         config_digest=str(value["config_digest"]),
         dataset_digest=str(value["dataset_digest"]),
-        metric=None if value["metric"] is None else float(value["metric"]),
+        metrics={str(key): float(metric) for key, metric in value.get("metrics", {}).items()},
         environment=dict(value["environment"]),
+        keep=None if keep is None else Keep.decode(keep),
     )
     return Manifest(
         name=CheckpointName(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from perdure.checkpoint.image_files import WriterKind
+from perdure.checkpoint.keep import Keep
 from perdure.core.errors import ConfigError
 
 
@@ -14,7 +15,7 @@ class CheckpointOptions:
     """Bounds of the engine.
 
     Attributes:
-        keep: Newest checkpoints that stay; 2 leaves one to fall back to.
+        keep: Newest checkpoints that stay (2 leaves one to fall back to), or all rules of it.
         commit_timeout_s: Longest wait for the ledger's acknowledgement.
         must_timeout_s: Longest wait for a save that must succeed, and for closing.
         arenas: 2: one is filled while the other is written. 1 takes half the memory; a save that
@@ -25,7 +26,7 @@ class CheckpointOptions:
         stall_timeout_s: A writer process without a sign of life for so long is replaced.
     """
 
-    keep: int = 2
+    keep: int | Keep = 2
     commit_timeout_s: float = 60.0
     must_timeout_s: float = 600.0
     arenas: Literal[1, 2] = 2
@@ -33,13 +34,8 @@ class CheckpointOptions:
     stall_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ConfigError(
-                f"is {self.keep}",
-                where="checkpoint.keep",
-                rule="at least 1: the last verified checkpoint is never deleted",
-                way_out="set it to 2",
-            )
+        # Refuses what is out of range.
+        _ = self.rules
         if self.arenas not in (1, 2):
             raise ConfigError(
                 f"is {self.arenas}",
@@ -47,3 +43,8 @@ class CheckpointOptions:
                 rule="1 or 2 copies of the state fit into memory while one is written",
                 way_out="set it to 2, or to 1 to save memory",
             )
+
+    @property
+    def rules(self) -> Keep:
+        """What stays."""
+        return self.keep if isinstance(self.keep, Keep) else Keep(self.keep)

@@ -15,6 +15,7 @@ from perdure.checkpoint import retention, writer
 from perdure.checkpoint.arena import Arena
 from perdure.checkpoint.collector import Collector
 from perdure.checkpoint.image_files import ImageFiles, image_files, share_from
+from perdure.checkpoint.keep import MetricsOf, why_kept
 from perdure.checkpoint.ledger import CheckpointTier, CommitLedger
 from perdure.checkpoint.manifest import LATEST, Manifest, directory_path
 from perdure.checkpoint.options import CheckpointOptions
@@ -67,6 +68,8 @@ class SavePipeline:
     _pending: deque[Future[SaveError | None]] = field(init=False, repr=False)
     _executor: Executor = field(init=False, repr=False)
     _images: ImageFiles = field(init=False, repr=False)
+    _metrics_of: MetricsOf = field(init=False, repr=False)
+    _warned: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         options = self.options
@@ -81,6 +84,7 @@ class SavePipeline:
         self.arenas = tuple(Arena(share_from=share) for _ in range(options.arenas))
         self._free = deque(self.arenas)
         self._pending = deque()
+        self._metrics_of = retention.KnownMetrics(self.storage, self.ledger)
         self.segments = SegmentStore(
             self.storage, clock=self.clock, faults=self.faults, events=self.events
         )
@@ -255,12 +259,31 @@ class SavePipeline:
         self.faults.reach(FaultPoint.POINTER_WRITTEN)
 
     def _retain(self) -> None:
-        kept = retention.present(self.storage, self.ledger.committed())
-        surplus = retention.surplus(kept, keep=self.options.keep, verified=self.verified)
+        there = retention.present(self.storage, self.ledger.committed())
+        if not any(record.directory in self.verified for record in there):
+            return
+        reasons = why_kept(
+            there, self.options.rules, metrics_of=self._metrics_of, verified=self.verified
+        )
+        surplus = tuple(directory for directory, why in reasons.items() if not why)
+        if surplus:
+            self._warn_of_metric(there)
         if surplus and self.tier is not None:
             surplus = self.tier.let_go(surplus)
         if surplus:
             self.collector.collect(surplus)
+
+    def _warn_of_metric(self, there: Sequence[Checkpointed]) -> None:
+        """Say once if no checkpoint has the metric that the best are kept by."""
+        best = self.options.rules.best
+        if best is None or self._warned:
+            return
+        found = {name for record in there for name in self._metrics_of(record) or ()}
+        if best.metric not in found:
+            self._warned = True
+            known = ", ".join(sorted(found)) or "none"
+            message = f"no checkpoint has the metric {best.metric}; known here: {known}"
+            self.events("warning", {"message": message})
 
     def _discard(self, name: CheckpointName) -> None:
         """Free what a failed save has written; it was never a checkpoint."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
+from perdure.checkpoint.keep import Keep, Metrics
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import CHECKPOINTS, LATEST, MANIFEST, directory_path
 from perdure.checkpoint.segments.store import SEGMENTS, SUFFIX, SegmentStore, files
-from perdure.checkpoint.verification import QUARANTINE
-from perdure.core.errors import StorageError
+from perdure.checkpoint.verification import QUARANTINE, committed_manifest
+from perdure.core.errors import DamagedError, FutureFormatError, StorageError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.records import Checkpointed, Collect
 from perdure.core.storage_api import Storage
@@ -17,22 +19,33 @@ from perdure.core.storage_api import Storage
 _SEGMENT_PATH = re.compile(rf"{SEGMENTS}/[A-Za-z0-9_/-]+\{SUFFIX}".encode())
 
 
-def surplus(
-    committed: Sequence[Checkpointed], *, keep: int, verified: Collection[str]
-) -> tuple[str, ...]:
-    """Directories that may go: all but the newest ``keep`` and the last verified one.
+@dataclass(frozen=True, slots=True)
+class KnownMetrics:
+    """Metrics of checkpoints, of their manifests and of the ledger. Each manifest is read once."""
 
-    Args:
-        committed: Commits that still have their directory, oldest first.
-        keep: How many of the newest stay, at least 1.
-        verified: Directories whose every byte was checked by this process.
-    """
-    last_verified = [record.directory for record in committed if record.directory in verified][-1:]
-    if not last_verified:
-        return ()
-    return tuple(
-        record.directory for record in committed[:-keep] if record.directory not in last_verified
-    )
+    storage: Storage
+    ledger: CommitLedger
+    _stored: dict[str, Metrics] = field(default_factory=dict[str, Metrics], init=False)
+
+    def __call__(self, record: Checkpointed) -> Metrics | None:
+        """None if the manifest is damaged or cannot be read now."""
+        if record.directory not in self._stored:
+            try:
+                manifest = committed_manifest(self.storage, record)
+            except (DamagedError, FutureFormatError, StorageError):
+                return None
+            self._stored[record.directory] = manifest.info.metrics
+        return {**self._stored[record.directory], **self.ledger.metrics(record)}
+
+
+def recorded_rules(storage: Storage, committed: Sequence[Checkpointed]) -> Keep | None:
+    """The rules that the newest checkpoint says its run has; None if none can be read."""
+    for record in reversed(committed):
+        try:
+            return committed_manifest(storage, record).info.keep
+        except (DamagedError, FutureFormatError, StorageError):
+            continue
+    return None
 
 
 def present(storage: Storage, committed: Iterable[Checkpointed]) -> list[Checkpointed]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from perdure.core.storage_api import Storage
 
 NONE_YET = "no committed checkpoint yet"
-_HEADER = ("checkpoint", "phase", "step", "saved (UTC)", "bytes", "state")
+_HEADER = ("checkpoint", "phase", "step", "saved (UTC)", "bytes", "kept", "state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Row:
 
     record: Checkpointed
     look: Look
+    why: tuple[str, ...] = ()
+    """Why it stays, by the rules of its run."""
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -44,6 +46,7 @@ class Row:
             "state": self.look.state,
             "created_wall_s": self.look.created_wall_s,
             "bytes": self.look.bytes,
+            "kept": self.why,
             "detail": self.look.detail,
         }
 
@@ -56,7 +59,8 @@ class Row:
             size = f"{look.bytes:,}"
         state = look.state if look.state in ("present", "quarantined") else look.state.upper()
         words = f"{state} {look.detail}".strip()
-        return (record.directory, record.phase, str(record.step), saved, size, words)
+        why = ", ".join(self.why) or "-"
+        return (record.directory, record.phase, str(record.step), saved, size, why, words)
 
 
 def look_at(storage: Storage, directory: str) -> Look:

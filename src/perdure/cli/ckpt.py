@@ -42,15 +42,23 @@ app.command("push", epilog=PUSH_EXAMPLES)(push_run)
 
 @app.command("list", epilog="Example: perdure ckpt list runs/tiny-1")
 def list_checkpoints(run: RunArgument, *, json: JsonOption = False) -> None:
-    """List the committed checkpoints, oldest first."""
+    """List the committed checkpoints, oldest first, and why each is kept."""
     from perdure.checkpoint.manifest import CHECKPOINTS
+    from perdure.experience import read_experience
+    from perdure.runtime.maintenance import why_kept_now
 
     storage = open_run(run)
     # Looked at before the log is read: a live run deletes what its log has given up.
     there = {name: look_at(storage, name) for name in storage.list(CHECKPOINTS)}
+    state, _ = read_experience(storage)
+    why = why_kept_now(storage, state)
     rows = [
-        Row(record, there.get(record.directory) or look_at(storage, record.directory))
-        for record in checkpoints.committed_checkpoints(storage)
+        Row(
+            record,
+            there.get(record.directory) or look_at(storage, record.directory),
+            why.get(record.directory, ()),
+        )
+        for record in state.checkpoints
     ]
     if json:
         print_json({"run": str(run), "checkpoints": [row.to_json() for row in rows]})

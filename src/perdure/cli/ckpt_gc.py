@@ -21,37 +21,52 @@ def collect_checkpoints(
     run: RunArgument,
     *,
     keep: Annotated[
-        int, typer.Option("--keep", min=1, metavar="N", help="Newest checkpoints that stay.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--keep", min=1, metavar="N", help="Newest checkpoints that stay; as the run says."
+        ),
+    ] = None,
+    drop_archived: Annotated[
+        bool,
+        typer.Option(
+            "--drop-archived", help="Also those that stay for their step or for a metric."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go; claim and change nothing.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Delete checkpoints beyond the newest N, and what cut-off saves left behind.
+    """Delete checkpoints that the run's rules do not keep, and what cut-off saves left behind.
 
     The run is claimed, so nobody may be training it. The newest checkpoint that verifies, byte by
     byte, always stays, and so does what the remote tier needs; quarantine is not touched.
     """
     from perdure.core.clock import SystemClock
     from perdure.core.faults import NoFaults
-    from perdure.runtime.maintenance import Place, collect_run, would_collect
+    from perdure.runtime.maintenance import Collecting, Place, collect_run, would_collect
 
     storage = open_run(run)
+    asked = Collecting(keep, archival=not drop_archived)
     with ThreadPoolExecutor(os.cpu_count() or 1) as executor:
         if dry_run:
-            done = would_collect(storage, keep=keep, executor=executor)
+            done = would_collect(storage, asked, executor=executor)
         else:
             place = Place(storage, SystemClock(), NoFaults())
-            done = collect_run(place, keep=keep, executor=executor)
+            done = collect_run(place, asked, executor=executor)
     plan, leftovers = done.plan, (*done.leftovers.stale, *done.leftovers.cut_off)
     if json:
-        names = {"kept": plan.kept, "collected": plan.surplus, "leftovers": leftovers}
+        names = {
+            "kept": [*plan.kept],
+            "why": plan.kept,
+            "collected": plan.surplus,
+            "leftovers": leftovers,
+        }
         print_json({"run": str(run), "dry_run": dry_run, "verified": plan.verified, **names})
         return
     verb = "would go" if dry_run else "deleted"
-    for name in plan.kept:
-        typer.echo(f"{name:<24} kept{', verified' if name == plan.verified else ''}")
+    for name, why in plan.kept.items():
+        typer.echo(f"{name:<24} kept: {', '.join(why)}")
     for name in plan.surplus:
         typer.echo(f"{name:<24} {verb}")
     for name in leftovers:

@@ -78,7 +78,7 @@ def push_run(run: RunArgument, url: UrlArgument, *, json: JsonOption = False) ->
     head = push(
         storage,
         open_objects(url),
-        ledger=LogLedger(state.checkpoints),
+        ledger=LogLedger(state),
         incarnation=highest_incarnation(storage),
         context=TierContext(SystemClock()),
     )

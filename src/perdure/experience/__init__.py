@@ -8,6 +8,7 @@ from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupEvent, GroupState
 from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
 from perdure.experience.remote import RemoteOptions, RemoteStore, StoreServer
+from perdure.experience.step_metrics import metrics_of_step
 from perdure.experience.store import ExperienceStore, OpenGroup
 from perdure.experience.writer import LogOptions
 
@@ -31,6 +32,7 @@ __all__ = [
     "claim_experience",
     "create_run",
     "decide",
+    "metrics_of_step",
     "read_experience",
     "read_run",
 ]

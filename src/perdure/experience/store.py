@@ -53,6 +53,7 @@ from perdure.experience.fold import ExperienceState
 from perdure.experience.groups import Group
 from perdure.experience.lifecycle import OPEN, GroupState
 from perdure.experience.payloads import PayloadReader
+from perdure.experience.step_metrics import metrics_of_step
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 
@@ -258,6 +259,11 @@ class ExperienceStore:
         """Checkpoints of the kept lineage that are not collected, oldest first."""
         with self._lock:
             return self.state.checkpoints
+
+    def metrics_of(self, step: GlobalStep) -> dict[str, float]:
+        """See :func:`~perdure.experience.step_metrics.metrics_of_step`."""
+        with self._lock:
+            return metrics_of_step(self.state, step)
 
     def oldest_finished(self, count: int) -> list[GroupId]:
         """Up to ``count`` groups to take next: finished ones, oldest submission first."""

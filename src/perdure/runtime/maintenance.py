@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from perdure.checkpoint import retention
 from perdure.checkpoint.collector import (
     CollectionPlan,
     Collector,
     Leftovers,
     left_behind,
     plan_collection,
+    reasons_to_stay,
 )
+from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.segments.store import SegmentStore
 from perdure.checkpoint.tier.pins import Pins
 from perdure.core.clock import Clock
@@ -21,7 +24,13 @@ from perdure.core.events import EventSink, ignore_events
 from perdure.core.faults import FaultHook
 from perdure.core.records import Checkpointed
 from perdure.core.storage_api import Storage
-from perdure.experience import ClaimedRun, ExperienceStore, claim_experience, read_experience
+from perdure.experience import (
+    ClaimedRun,
+    ExperienceState,
+    ExperienceStore,
+    claim_experience,
+    read_experience,
+)
 from perdure.runtime.ledger import LogLedger
 from perdure.runtime.log_reach import check_log_reaches_checkpoints
 
@@ -64,7 +73,7 @@ def held(place: Place, *, reason: str) -> Generator[HeldRun]:
         place.storage, clock=place.clock, faults=place.faults, events=place.events
     )
     try:
-        ledger = LogLedger(claimed.state.checkpoints)
+        ledger = LogLedger(claimed.state)
         earlier = claimed.state.incarnations
         store = claimed.start(config_digest=earlier[-1].config_digest if earlier else "")
     except BaseException:
@@ -90,20 +99,54 @@ class Collected:
     leftovers: Leftovers
 
 
-def would_collect(storage: Storage, *, keep: int, executor: Executor | None = None) -> Collected:
+@dataclass(frozen=True, slots=True)
+class Collecting:
+    """What is asked of a collection.
+
+    Attributes:
+        last: Newest checkpoints that stay; None: as the run's own rules say, or 2.
+        archival: Whether those stay that the rules keep for their step or a metric.
+    """
+
+    last: int | None = None
+    archival: bool = True
+
+    def rules(self, recorded: Keep | None) -> Keep:
+        """What stays of a run with these rules of its own."""
+        rules = recorded or Keep()
+        if not self.archival:
+            rules = Keep(rules.last)
+        return rules if self.last is None else replace(rules, last=self.last)
+
+
+def would_collect(
+    storage: Storage, asked: Collecting, *, executor: Executor | None = None
+) -> Collected:
     """What :func:`collect_run` would do now, without claiming or changing anything."""
     state, _ = read_experience(storage)
-    committed = state.checkpoints
-    plan = _plan(storage, committed, keep=keep, executor=executor)
-    return Collected(plan, left_behind(storage, committed, state.collected))
+    plan = _plan(storage, LogLedger(state), asked, executor=executor)
+    return Collected(plan, left_behind(storage, state.checkpoints, state.collected))
 
 
-def collect_run(place: Place, *, keep: int, executor: Executor | None = None) -> Collected:
+def why_kept_now(storage: Storage, state: ExperienceState) -> dict[str, tuple[str, ...]]:
+    """Directory → why the checkpoint stays, by the run's own rules; no byte is verified.
+
+    Empty if the run has no rules yet.
+    """
+    there = retention.present(storage, state.checkpoints)
+    rules = retention.recorded_rules(storage, there)
+    if rules is None:
+        return {}
+    metrics_of = retention.KnownMetrics(storage, LogLedger(state))
+    return reasons_to_stay(there, rules, metrics_of=metrics_of, pinned=_pinned(storage, there))
+
+
+def collect_run(place: Place, asked: Collecting, *, executor: Executor | None = None) -> Collected:
     """Delete checkpoints beyond the rules of retention, and what cut-off saves left.
 
     Args:
         place: The run.
-        keep: Newest checkpoints that stay, at least 1.
+        asked: What stays.
         executor: Checks several files at once.
 
     Raises:
@@ -113,12 +156,13 @@ def collect_run(place: Place, *, keep: int, executor: Executor | None = None) ->
     """
     storage = place.storage
     # Before the claim: a run in which nothing may be deleted is left as it is.
-    before = [*read_experience(storage)[0].checkpoints]
-    plan = _plan(storage, before, keep=keep, executor=executor)
+    ledger = LogLedger(read_experience(storage)[0])
+    before = [*ledger.committed()]
+    plan = _plan(storage, ledger, asked, executor=executor)
     with held(place, reason="collected") as run:
         committed = [*run.ledger.committed()]
         if committed != before:
-            plan = _plan(storage, committed, keep=keep, executor=executor)
+            plan = _plan(storage, run.ledger, asked, executor=executor)
         collected = run.store.state.collected
         leftovers = left_behind(storage, committed, collected)
         collector = Collector(
@@ -136,9 +180,21 @@ def collect_run(place: Place, *, keep: int, executor: Executor | None = None) ->
 
 
 def _plan(
-    storage: Storage, committed: Sequence[Checkpointed], *, keep: int, executor: Executor | None
+    storage: Storage, ledger: LogLedger, asked: Collecting, *, executor: Executor | None
 ) -> CollectionPlan:
+    committed = ledger.committed()
+    recorded = retention.recorded_rules(storage, retention.present(storage, committed))
+    return plan_collection(
+        storage,
+        committed,
+        rules=asked.rules(recorded),
+        metrics_of=retention.KnownMetrics(storage, ledger),
+        pinned=_pinned(storage, committed),
+        executor=executor,
+    )
+
+
+def _pinned(storage: Storage, committed: Sequence[Checkpointed]) -> set[str]:
+    """Directories that must stay for the remote tier's sake."""
     names = [record.directory for record in committed]
-    free = Pins(storage).let_go(names)
-    pinned = [name for name in names if name not in free]
-    return plan_collection(storage, committed, keep=keep, pinned=pinned, executor=executor)
+    return set(names) - set(Pins(storage).let_go(names))

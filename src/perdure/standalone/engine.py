@@ -2,64 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypedDict, Unpack
+from typing import NoReturn, Self, Unpack
 
-from perdure.checkpoint import CheckpointOptions, Choice, Kind, Migrations
-from perdure.checkpoint.image_files import WriterKind
+from perdure.checkpoint import CheckpointOptions, Choice, Kind
+from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.tier import ObjectStore, TierStatus
-from perdure.core.clock import Clock, SystemClock
+from perdure.core.clock import SystemClock
 from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
-from perdure.core.events import EventSink
-from perdure.core.faults import FaultHook, NoFaults
-from perdure.core.storage_api import Storage
+from perdure.core.faults import NoFaults
 from perdure.standalone.checks import check_restored
+from perdure.standalone.options import EngineOptions
 from perdure.standalone.policy import SavePolicy, SaveTrigger, every
 from perdure.standalone.registration import Mirror, Parts
 from perdure.standalone.remote import Remote
 from perdure.standalone.run import OpenRun, RestoredFrom, Restoring, World, log_event, open_run
 from perdure.standalone.signals import SignalRequests
 from perdure.storage import PosixStorage
-
-Check = Callable[[dict[str, Any]], object]
-"""A sanity check: gets copies of the registered objects by name; False or an exception refuses."""
-
-
-class EngineOptions(TypedDict, total=False):
-    """What few scripts need.
-
-    Attributes:
-        take_over: Fence a live process that holds the run (one that hangs, say).
-        accept_changes: Names of optimizers and schedules whose settings the script has changed on
-            purpose: its own win over the stored ones. Of other parts: the check after loading is
-            left out.
-        cold: Names of parts stored as segments (a ``ReplayRing``) that start without their rows.
-        allow_legacy: Parts added with ``legacy=True`` may be unpickled: it runs code they name.
-        migrations: Turn stored parts of an older ``schema_version`` into the next.
-        sanity: Called after restoring with copies of all registered objects; returning False or
-            raising refuses to go on.
-        arenas: Copies of the state that fit into memory beside it: 2, or 1 on tight hosts.
-        writer: Who writes: a ``process`` of its own, a ``thread``, or by size (``auto``).
-        grace_s: After SIGTERM, seconds from the signal within which the save must be durable.
-        events: Receives every event; the logger ``perdure`` by default.
-        clock, faults, storage: For tests.
-    """
-
-    take_over: bool
-    accept_changes: Iterable[str]
-    cold: Iterable[str]
-    allow_legacy: bool
-    migrations: Migrations
-    sanity: Check
-    arenas: Literal[1, 2]
-    writer: WriterKind
-    grace_s: float
-    events: EventSink
-    clock: Clock
-    faults: FaultHook
-    storage: Storage
 
 
 class CheckpointEngine:
@@ -75,7 +37,7 @@ class CheckpointEngine:
     Args:
         run_dir: Directory of the run; made if it is absent.
         save: When to save.
-        keep: Newest checkpoints that stay.
+        keep: Newest checkpoints that stay, or ``keep(last=…, every=…, best=…)``.
         required: Names that must be registered before anything is saved.
         remote: ``s3://bucket/prefix``, one prefix per run: everything committed is shipped there,
             and fetched from there when ``run_dir`` is empty.
@@ -87,7 +49,7 @@ class CheckpointEngine:
         run_dir: str | Path,
         *,
         save: SavePolicy | None = None,
-        keep: int = 3,
+        keep: int | Keep = 3,
         required: Iterable[str] = (),
         remote: str | ObjectStore | None = None,
         **options: Unpack[EngineOptions],
@@ -118,6 +80,7 @@ class CheckpointEngine:
         self._trigger: SaveTrigger | None = None
         self._save_requested = False
         self._started_before = False
+        self._metrics: dict[str, float] = {}
 
     @property
     def step(self) -> int:
@@ -195,6 +158,15 @@ class CheckpointEngine:
         A step in progress is never saved in the middle.
         """
         self._save_requested = True
+
+    def report(self, **metrics: float) -> None:
+        """Say how good the state is; the next save carries the newest value of each metric.
+
+        ``keep(best=("reward", "max", 2))`` compares checkpoints by them. Once saved, they are
+        forgotten: what was measured counts for one checkpoint. For a save right after a
+        measurement call :meth:`save` as well. A value that is not finite counts as none.
+        """
+        self._metrics.update((name, float(value)) for name, value in metrics.items())
 
     def steps(self, total: int | None = None, *, change_total: bool = False) -> Iterator[int]:
         """Restore if there is something to restore, then yield the steps that are left.
@@ -278,7 +250,7 @@ class CheckpointEngine:
         if self.stopping:
             self._save_and_stop(run)
         if self.step == self._parts.progress.total:
-            run.stage(self._parts.progress, must=True)
+            run.stage(self._parts.progress, metrics=self._finite_metrics(), must=True)
             return
         requested = self._save_requested or self._signals.save_requested
         decision = trigger.decide(self.step, now_s)
@@ -313,13 +285,17 @@ class CheckpointEngine:
 
     def _stage(self, run: OpenRun, trigger: SaveTrigger) -> None:
         started_s = self._world.clock.monotonic_s()
-        staged = run.stage(self._parts.progress, must=False)
+        staged = run.stage(self._parts.progress, metrics=self._finite_metrics(), must=False)
         ended_s = self._world.clock.monotonic_s()
         if not staged:
             trigger.skipped(self.step, ended_s)
             return
         self._save_requested = self._signals.save_requested = False
+        self._metrics.clear()
         trigger.saved(self.step, started_s=started_s, ended_s=ended_s)
+
+    def _finite_metrics(self) -> dict[str, float]:
+        return {name: value for name, value in self._metrics.items() if math.isfinite(value)}
 
     def _save_and_stop(self, run: OpenRun) -> NoReturn:
         """Save within what is left of the grace period, hand the signal on, and leave the loop."""
@@ -328,7 +304,9 @@ class CheckpointEngine:
         deadline_s = signals.stop_requested_s + self._options.get("grace_s", 30.0)
         try:
             left_s = deadline_s - self._world.clock.monotonic_s()
-            if run.saver.wait(max(0.0, left_s)) and run.stage(self._parts.progress, must=False):
+            if run.saver.wait(max(0.0, left_s)) and run.stage(
+                self._parts.progress, metrics=self._finite_metrics(), must=False
+            ):
                 run.saver.wait(max(0.0, deadline_s - self._world.clock.monotonic_s()))
         except PerdureError as error:
             self._warn(f"SIGTERM: the save before the end failed ({error})")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,8 +99,10 @@ class OpenRun:
         self._claimed = claimed
         self._store = store
 
-    def stage(self, progress: Progress, *, must: bool) -> bool:
+    def stage(self, progress: Progress, *, metrics: Mapping[str, float], must: bool) -> bool:
         """Save the present state as that of ``progress.step``; False if no arena was free.
+
+        ``metrics`` say how good the state is.
 
         Raises:
             ConfigError: A state cannot be stored, or the step was saved before.
@@ -117,6 +119,8 @@ class OpenRun:
             algorithm="",
             config_digest="",
             dataset_digest="",
+            metrics=dict(metrics),
+            keep=self.saver.options.rules,
         )
         name = CheckpointName("loop", progress.step, self._claimed.incarnation)
         return self.saver.stage(name, info=info, must=must)
@@ -180,7 +184,7 @@ def open_run(
         take_over=how.take_over,
     )
     try:
-        ledger = LogLedger(claimed.state.checkpoints)
+        ledger = LogLedger(claimed.state)
         saver = Checkpointer(
             world.storage,
             registry=registry,

@@ -11,6 +11,7 @@ from perdure.config import OPERATIONAL, Problem, Section
 from perdure.core.rollout_api import MIN_TEMPERATURE
 from perdure.learner.config import LearnerConfig
 from perdure.tasks.config import SECTIONS, TaskConfig
+from perdure.trainers.checkpoint_config import CheckpointConfig
 
 if TYPE_CHECKING:
     from perdure.models import ModelConfig
@@ -108,19 +109,6 @@ class ValidationConfig(Section):
     validation off."""
 
 
-class CheckpointConfig(Section):
-    """When checkpoints are staged (whichever comes first) and how many are kept."""
-
-    every_steps: Annotated[int, Field(ge=1)] = 20
-    """Global steps between two checkpoints."""
-    every_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds after which one is due even so."""
-    warm_start_every_steps: Annotated[int, Field(ge=1)] = 100
-    """Steps of the warm start between two of its checkpoints."""
-    keep: Annotated[int, Field(ge=1)] = 2
-    """Newest checkpoints that stay; 2 leaves one to fall back to."""
-
-
 class LogConfig(Section):
     """How the experience log is written."""
 
@@ -172,6 +160,15 @@ class RunConfig(Section):
                 " (train_batch_size / local_updates_per_step * sessions_per_group)",
                 "set learner.mini_batches=1 or change trainer.train_batch_size",
                 reads=("trainer", "rollout.sessions_per_group"),
+            )
+        best = self.checkpoint.keep_best or ""
+        if best.startswith("held_out/") and self.validation.prompts == 0:
+            yield Problem(
+                "checkpoint.keep_best",
+                best,
+                "there is no validation with validation.prompts = 0",
+                "set checkpoint.keep_best=train/reward or leave validation.prompts out",
+                reads=("checkpoint", "validation.prompts"),
             )
         algorithm = self.learner.algorithm
         if algorithm in ("grpo", "rloo") and self.rollout.sessions_per_group < 2:

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perdure.checkpoint import Checkpointer, CheckpointOptions, Choice
+from perdure.checkpoint import Checkpointer, Choice
 from perdure.checkpoint.manifest import CHECKPOINTS
 from perdure.checkpoint.verification import QUARANTINE
 from perdure.config import config_digest
@@ -46,7 +46,7 @@ from perdure.trainers.memory import warn_of_memory
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
 from perdure.trainers.sanity import check_curve, check_restored
-from perdure.trainers.saving import save_at_stop, stage_checkpoint_if_due
+from perdure.trainers.saving import checkpoint_options, save_at_stop, stage_checkpoint_if_due
 from perdure.trainers.signal_watch import SignalWatch
 from perdure.trainers.steps import complete_step
 from perdure.trainers.stopping import StopRequest
@@ -137,7 +137,7 @@ def _open(
 ) -> TrainContext:
     """Restore, announce the incarnation in the log, and put the context together."""
     progress = Progress()
-    ledger = LogLedger(claimed.state.checkpoints)
+    ledger = LogLedger(claimed.state)
     checkpoints = Checkpointer(
         launch.storage,
         registry=register_components(machinery, progress),
@@ -145,7 +145,7 @@ def _open(
         clock=launch.clock,
         faults=launch.faults,
         events=events,
-        options=CheckpointOptions(keep=launch.config.checkpoint.keep),
+        options=checkpoint_options(launch.config.checkpoint),
     )
     choice = _restore(claimed, checkpoints)
     if choice is not None and not launch.redo:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from perdure.checkpoint import StagedInfo
+from perdure.checkpoint import CheckpointOptions, StagedInfo
+from perdure.checkpoint.keep import Best, Keep
 from perdure.core.errors import StorageError
 from perdure.core.ids import CheckpointName, GlobalStep, LogPosition, PolicyVersion
 from perdure.core.records import Checkpointed, ControlRecord
+from perdure.trainers.checkpoint_config import CheckpointConfig
 from perdure.trainers.context import TrainContext
+
+
+def checkpoint_options(config: CheckpointConfig) -> CheckpointOptions:
+    """Bounds of the checkpointer, as a recipe sets them."""
+    best = None
+    if config.keep_best is not None:
+        best = Best(config.keep_best, config.keep_best_mode, config.keep_best_count)
+    return CheckpointOptions(keep=Keep(config.keep, config.keep_every_steps, best))
 
 
 def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:
@@ -74,6 +84,7 @@ def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) ->
         dataset_digest=ctx.task.dataset_digest,
         # Groups and prompts are counted alike: every submission is a new group with a new prompt.
         experience={"next_group": submitted, "next_data_index": submitted},
+        keep=ctx.checkpoints.options.rules,
         environment={"threads": ctx.config.threads, **ctx.run.versions},
     )
     name = CheckpointName(phase, step, ctx.store.incarnation)
