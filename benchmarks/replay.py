@@ -1,18 +1,27 @@
 """Replay of 2 GiB as segments, beside pickle and np.savez: stall, saves, opening, memory.
 
-    python benchmarks/replay.py [--segments N] [--directory PATH]
+    python benchmarks/replay.py [--segments N] [--rounds R] [--directory PATH]
 
-A ring of 84×84 frames, N full segments of 32 MiB (64 by default). After a first checkpoint 2
-segments' worth of rows are appended and saved again, twice: once all is written by the save, once
-the loop has called `store_segments` as they filled. Beside it the same rows are rewritten as a
-whole, as libraries do that store a ring with pickle (protocol 5) or np.savez, each with fsync. All
-times are of one process and one run, wall clock and CPU of the process; compare ratios.
+A ring of 84×84 frames, N full segments of 32 MiB (64 by default). After a first checkpoint each
+round appends 2 segments' worth of rows and saves, twice: once all is written by the save, once the
+loop has called `store_segments` as they filled. Beside it, in the same round, the same rows are
+rewritten as a whole, as libraries do that store a ring with pickle (protocol 5) or np.savez, each
+with fsync, and the bytes of 2 segments are written raw (O_DIRECT, one file, one fsync): no way of
+saving them can be faster than that. All times are of one process and one run; CPU is that of
+the process, all threads. Medians over the rounds, and the best round; compare ratios.
 
+* incremental: everything from the call of `stage(must=True)` until the commit is acknowledged. The
+  rows of both segments are written, fsynced, read back from the disk and compared, then the rest of
+  the checkpoint. `returned` adds what the call does after the commit: the oldest checkpoint and
+  its 2 segments are deleted. CPU seconds are until then.
+* stored_beforehand: the same calls when the segments were stored while the ring filled: what is
+  left to the save itself. Its `all_cpu_s` adds what storing them took.
 * stall: how long `stage` blocks with the ring registered, and without it.
 * written / new: bytes of the files that an incremental checkpoint added, by bytes of the new rows.
 * open: choosing the checkpoint and restoring it into a fresh ring; then sampling 256 rows. First
-  with nothing in the page cache (it was written past it), then once more.
-* memory: how far the process's peak grew during the first save.
+  with nothing in the page cache, then once more.
+* memory: how far the process's peak grew during the first save, and during one whose newest segment
+  is nearly full, in segments.
 """
 
 from __future__ import annotations
@@ -20,8 +29,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import mmap
 import os
 import pickle
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -54,6 +65,7 @@ COLUMNS: dict[str, Any] = {
 ROW_BYTES = 84 * 84 + 8 + 4 + 1
 SEGMENT_BYTES = 32 << 20
 SEGMENT_ROWS = SEGMENT_BYTES // ROW_BYTES
+PIECE_BYTES = 8 << 20
 NEW = 2
 WEIGHTS_BYTES = 1 << 20
 
@@ -65,11 +77,24 @@ class Cost:
     wall_s: float
     cpu_s: float
 
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.wall_s + other.wall_s, self.cpu_s + other.cpu_s)
+
 
 def cost_of(action: Callable[[], object]) -> Cost:
     wall, cpu = time.perf_counter(), time.process_time()
     action()
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One incremental save."""
+
+    committed_s: float
+    returned: Cost
+    beforehand: Cost
+    written_by_new: float
 
 
 class Run:
@@ -80,6 +105,7 @@ class Run:
         self.ring = ring
         self.ledger = MemoryLedger()
         self.blocked_ms: list[float] = []
+        self.committed_at_s = 0.0
         registry = Registry()
         weights = {"w": np.zeros(WEIGHTS_BYTES, np.uint8)}
         registry.register("policy", ArraysComponent(weights), kind="model")
@@ -101,6 +127,8 @@ class Run:
     def _event(self, name: str, fields: dict[str, object]) -> None:
         if name == "checkpoint_staged":
             self.blocked_ms.append(float(str(fields["blocked_ms"])))
+        elif name == "checkpoint_committed":
+            self.committed_at_s = time.perf_counter()
 
 
 def rows(count: int) -> dict[str, np.ndarray]:
@@ -130,12 +158,10 @@ def files_in(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_size for path in directory.rglob("*") if path.is_file()}
 
 
-def incremental(
-    run: Run, step: int, batch: dict[str, np.ndarray], *, beforehand: bool
-) -> tuple[Cost, Cost, float]:
-    """The save, everything that storing two new segments took, bytes written by new bytes."""
+def incremental(run: Run, step: int, batch: dict[str, np.ndarray], *, beforehand: bool) -> Save:
+    """Two new segments and the save that names them."""
     before = files_in(run.directory)
-    beforehand_cost = Cost(0.0, 0.0)
+    stored = Cost(0.0, 0.0)
 
     def store() -> None:
         assert run.engine.store_segments(ONE)
@@ -144,14 +170,33 @@ def incremental(
     for _ in range(NEW):
         run.ring.append(batch)
         if beforehand:
-            cost = cost_of(store)
-            beforehand_cost = Cost(
-                beforehand_cost.wall_s + cost.wall_s, beforehand_cost.cpu_s + cost.cpu_s
-            )
-    save = cost_of(lambda: run.save(step))
+            stored += cost_of(store)
+    started_s = time.perf_counter()
+    returned = cost_of(lambda: run.save(step))
     written = sum(size for path, size in files_in(run.directory).items() if path not in before)
-    total = Cost(save.wall_s + beforehand_cost.wall_s, save.cpu_s + beforehand_cost.cpu_s)
-    return save, total, (written - WEIGHTS_BYTES) / (NEW * SEGMENT_ROWS * ROW_BYTES)
+    ratio = (written - WEIGHTS_BYTES) / (NEW * SEGMENT_ROWS * ROW_BYTES)
+    return Save(run.committed_at_s - started_s, returned, stored, ratio)
+
+
+def raw(directory: Path) -> Cost:
+    """The bytes of the new segments, past the page cache, and one fsync."""
+    memory = mmap.mmap(-1, SEGMENT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory.write(np.random.default_rng(0).bytes(SEGMENT_BYTES))
+    path = directory / "raw"
+
+    def write() -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT)
+        for number in range(NEW):
+            for start in range(0, SEGMENT_BYTES, PIECE_BYTES):
+                piece = memoryview(memory)[start : start + PIECE_BYTES]
+                os.pwrite(descriptor, piece, number * SEGMENT_BYTES + start)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    cost = cost_of(write)
+    path.unlink()
+    return cost
 
 
 class Growth:
@@ -213,7 +258,48 @@ def new_ring(capacity: int) -> ReplayRing:
     return ReplayRing(capacity, COLUMNS)
 
 
-def measure(root: Path, segments: int) -> dict[str, Any]:
+class Rounds:
+    """What was measured several times."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[float]] = {}
+
+    def add(self, name: str, value: float) -> None:
+        self.values.setdefault(name, []).append(value)
+
+    def add_save(self, name: str, save: Save) -> None:
+        self.add(f"{name}_committed_s", save.committed_s)
+        self.add(f"{name}_returned_s", save.returned.wall_s)
+        self.add(f"{name}_cpu_s", save.returned.cpu_s)
+        self.add(f"{name}_all_cpu_s", save.returned.cpu_s + save.beforehand.cpu_s)
+
+    def figures(self) -> dict[str, float]:
+        """Medians and least values, and how many times those of saves the peers take."""
+        found: dict[str, float] = {}
+        for way, of in (("median", statistics.median), ("best", min)):
+            least = {name: float(of(values)) for name, values in self.values.items()}
+            found |= {f"{name} {way}": value for name, value in least.items()}
+            for peer in ("pickle", "np.savez"):
+                for save in ("incremental", "stored_beforehand"):
+                    for unit, ours in (("s", "committed_s"), ("cpu_s", "all_cpu_s")):
+                        ratio = least[f"{peer}_{unit}"] / least[f"{save}_{ours}"]
+                        found[f"{peer}_{unit} / {save}_{ours} {way}"] = ratio
+                found[f"{peer}_s / raw_s {way}"] = least[f"{peer}_s"] / least["raw_s"]
+        return found
+
+
+def one_round(run: Run, root: Path, step: int, batch: dict[str, np.ndarray], out: Rounds) -> None:
+    out.add("raw_s", raw(root).wall_s)
+    save = incremental(run, step, batch, beforehand=False)
+    out.add_save("incremental", save)
+    out.add("written_by_new_bytes", save.written_by_new)
+    out.add_save("stored_beforehand", incremental(run, step + 1, batch, beforehand=True))
+    for name, peer in rewritten(root, run.ring).items():
+        out.add(f"{name}_s", peer.wall_s)
+        out.add(f"{name}_cpu_s", peer.cpu_s)
+
+
+def measure(root: Path, segments: int, rounds: int) -> dict[str, Any]:
     ring = new_ring(SEGMENT_ROWS * segments)
     batch = rows(SEGMENT_ROWS)
     for _ in range(segments):
@@ -222,49 +308,44 @@ def measure(root: Path, segments: int) -> dict[str, Any]:
     growth = Growth()
     first = cost_of(lambda: run.save(1))
     grown = growth.bytes()
-    save, _, ratio = incremental(run, 2, batch, beforehand=False)
-    late, total, _ = incremental(run, 3, batch, beforehand=True)
+    ring.append({name: column[: SEGMENT_ROWS - 1] for name, column in batch.items()})
+    growth = Growth()
+    run.save(2)
+    tail_grown = growth.bytes()
+    ring.append({name: column[:1] for name, column in batch.items()})
+    run.save(3)
+    (root / "beside").mkdir()
+    taken = Rounds()
+    for number in range(rounds):
+        one_round(run, root / "beside", 10 + 2 * number, batch, taken)
     run.engine.close()
     cold, warm = opened(run), opened(run)
-    (root / "peers").mkdir()
-    peers = rewritten(root / "peers", ring)
     blocked, without = stalls(root / "stall", ring, batch)
     size = segments * SEGMENT_ROWS * ROW_BYTES
-    figures = {
+    return {
         "replay_bytes": size,
         "stall_with_replay_ms": blocked,
         "stall_without_ms": without,
         "first_save_s": first.wall_s,
         "first_save_cpu_s_per_gb": first.cpu_s / size * 1e9,
         "first_save_peak_growth_in_segments": grown / SEGMENT_BYTES,
-        "written_by_new_bytes": ratio,
-        "incremental_save_s": save.wall_s,
-        "incremental_save_cpu_s": save.cpu_s,
-        "stored_beforehand_save_s": late.wall_s,
-        "stored_beforehand_save_cpu_s": late.cpu_s,
-        "stored_beforehand_all_cpu_s": total.cpu_s,
+        "tail_save_peak_growth_in_segments": tail_grown / SEGMENT_BYTES,
         "open_cold_s": cold[0].wall_s,
         "open_cold_first_sample_s": cold[1].wall_s,
         "open_warm_s": warm[0].wall_s,
         "open_warm_first_sample_s": warm[1].wall_s,
+        **taken.figures(),
     }
-    for name, peer in peers.items():
-        figures[f"{name}_s"] = peer.wall_s
-        figures[f"{name}_cpu_s"] = peer.cpu_s
-        figures[f"{name}_s / incremental_save_s"] = peer.wall_s / save.wall_s
-        figures[f"{name}_cpu_s / incremental_save_cpu_s"] = peer.cpu_s / save.cpu_s
-        figures[f"{name}_s / stored_beforehand_save_s"] = peer.wall_s / late.wall_s
-        figures[f"{name}_cpu_s / stored_beforehand_all_cpu_s"] = peer.cpu_s / total.cpu_s
-    return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--segments", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.directory) as root:
-        figures = measure(Path(root), options.segments)
+        figures = measure(Path(root), options.segments, options.rounds)
     print(json.dumps({name: round(value, 4) for name, value in figures.items()}, indent=1))
 
 

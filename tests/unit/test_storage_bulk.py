@@ -213,3 +213,24 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("sizes", [[1], [5, 0, 4096, 7], [bulk.CHUNK_BYTES + 3, bulk.CHUNK_BYTES]])
+def test_parts_become_one_file(tmp_path: Path, sizes: list[int]) -> None:
+    parts = [np.random.default_rng(size).bytes(size) for size in sizes]
+    whole = b"".join(parts)
+    path = str(tmp_path / "image")
+    views = [memoryview(part) for part in parts]
+    buffers = [bulk.chunk_buffer() for _ in range(2)]
+    sums = bulk.write_image(path, views, len(whole), buffers=buffers, chunk_sums=False)
+    assert Path(path).read_bytes() == whole
+    assert sums == bulk.ImageSums(xxhash.xxh3_128_hexdigest(whole), ())
+
+
+def test_a_file_can_be_checked_as_one_chunk(tmp_path: Path, shared: Shared) -> None:
+    path, size = tmp_path / "image", 2 * bulk.CHUNK_BYTES + 5
+    with memoryview(shared.map) as memory:
+        sums = bulk.write_image(str(path), memory, size)
+    room = bulk.chunk_buffer()
+    for checksum, bad in ((sums.checksum, []), ("0" * 32, [0])):
+        assert bulk.check_image(str(path), size, [checksum], chunk_bytes=size, buffer=room) == bad

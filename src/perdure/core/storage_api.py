@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -124,4 +124,15 @@ class Storage(Protocol):
 
     def lock(self, path: str) -> RunLock | None:
         """Take an exclusive kernel lock, or return None if a live process holds it."""
+        ...
+
+
+@runtime_checkable
+class Prefetching(Protocol):
+    """A storage that can be told what will be read."""
+
+    def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Begin to read bytes ``start`` to ``end`` of a file. A hint: nothing is waited for, and
+        what cannot be read is said by whoever reads it.
+        """
         ...

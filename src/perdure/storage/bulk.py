@@ -54,10 +54,11 @@ def no_progress() -> None:
 
 def write_image(
     path: str,
-    data: memoryview,
+    data: memoryview | list[memoryview],
     size: int,
     *,
     buffers: Sequence[memoryview] = (),
+    chunk_sums: bool = True,
     progress: Callable[[], None] = no_progress,
 ) -> ImageSums:
     """Create a file; its content is durable on return, its name is not.
@@ -65,18 +66,21 @@ def write_image(
     Args:
         path: A file that does not exist.
         data: The bytes. For O_DIRECT they are page-aligned and reach up to the next multiple of
-            :data:`ALIGNMENT` behind ``size``; otherwise they go through the page cache.
+            :data:`ALIGNMENT` behind ``size``; otherwise they go through the page cache. In several
+            parts, one behind the other, they need ``buffers`` and neither.
         size: Bytes of the file.
         buffers: Two or more of :func:`chunk_buffer`: pieces go through them. Copying costs less
             than what a disk needs longer for memory in small pages.
+        chunk_sums: Whether the chunks get checksums too.
         progress: Called after every chunk.
 
     Raises:
         OSError: The file system refused; a part of the file may be there.
     """
+    source = _Source(data if isinstance(data, list) else [data], size, bool(buffers))
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    direct = _open_direct(path) if data.nbytes >= aligned(size) > 0 else -1
-    feed = _Feed(data, size, buffers)
+    direct = _open_direct(path) if source.whole_blocks and size else -1
+    feed = _Feed(source, buffers, chunk_sums=chunk_sums)
     try:
         _allocate(descriptor, aligned(size))
         for start, blocks in feed:
@@ -96,11 +100,39 @@ def write_image(
     return feed.sums()
 
 
+class _Source:
+    """The bytes of a file, in one part or several."""
+
+    def __init__(self, parts: Sequence[memoryview], size: int, copied: bool) -> None:
+        assert copied or len(parts) == 1
+        self.parts = parts
+        self.size = size
+        self.whole_blocks = copied or parts[0].nbytes >= aligned(size)
+        self._end = aligned(size) if self.whole_blocks else size
+        self._part = self._inside = 0
+
+    def ends(self) -> Generator[tuple[int, int]]:
+        """Where chunks begin and end, in whole blocks as far as they go."""
+        for start in range(0, self.size, CHUNK_BYTES):
+            yield start, min(start + CHUNK_BYTES, self._end)
+
+    def copy(self, out: memoryview) -> None:
+        """The next chunk, as far as there is one."""
+        filled = 0
+        while filled < out.nbytes and self._part < len(self.parts):
+            piece = self.parts[self._part][self._inside :][: out.nbytes - filled]
+            out[filled : filled + piece.nbytes] = piece
+            filled += piece.nbytes
+            self._inside += piece.nbytes
+            if self._inside == self.parts[self._part].nbytes:
+                self._part, self._inside = self._part + 1, 0
+
+
 class _Feed:
     """Pieces of an image in order. A thread is some of them ahead with the checksums."""
 
-    def __init__(self, data: memoryview, size: int, buffers: Sequence[memoryview]) -> None:
-        self._data, self._size = data, size
+    def __init__(self, source: _Source, buffers: Sequence[memoryview], *, chunk_sums: bool) -> None:
+        self._source = source
         self._ready: queue.SimpleQueue[tuple[int, memoryview] | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         for buffer in buffers:
@@ -108,6 +140,7 @@ class _Feed:
         self._copies = bool(buffers)
         self._closed = False
         self._whole = xxhash.xxh3_128()
+        self._chunk_sums = chunk_sums
         self._chunks: list[str] = []
         self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
         self._thread.start()
@@ -132,24 +165,28 @@ class _Feed:
 
     def _run(self) -> None:
         try:
-            for start in range(0, self._size, CHUNK_BYTES):
-                end = min(start + CHUNK_BYTES, aligned(self._size), self._data.nbytes)
-                blocks = self._data[start:end]
-                if self._copies:
-                    buffer = self._free.get()
-                    if buffer is None:
-                        return
-                    buffer[: end - start] = blocks
-                    blocks = buffer[: end - start]
-                if self._closed:
+            for start, end in self._source.ends():
+                blocks = self._blocks(start, end)
+                if blocks is None or self._closed:
                     return
-                piece = blocks[: self._size - start]
+                piece = blocks[: self._source.size - start]
                 self._whole.update(piece)
-                # An object, not the one-shot function, so that other threads may run meanwhile.
-                self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
+                if self._chunk_sums:
+                    # An object, not the one-shot function, so that other threads may run meanwhile.
+                    self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
                 self._ready.put((start, blocks))
         finally:
             self._ready.put(None)
+
+    def _blocks(self, start: int, end: int) -> memoryview | None:
+        """The chunk, in a buffer if there are any; None once nobody wants it any more."""
+        if not self._copies:
+            return self._source.parts[0][start:end]
+        buffer = self._free.get()
+        if buffer is None:
+            return None
+        self._source.copy(buffer[: end - start])
+        return buffer[: end - start]
 
 
 def check_image(
@@ -157,6 +194,8 @@ def check_image(
     size: int,
     chunks: Sequence[str],
     *,
+    chunk_bytes: int = CHUNK_BYTES,
+    buffer: memoryview | None = None,
     progress: Callable[[], None] = no_progress,
 ) -> list[int]:
     """Indices of the chunks that the disk, not the page cache, has not as they should be.
@@ -165,7 +204,9 @@ def check_image(
         path: The file.
         size: Bytes it should have.
         chunks: xxh3-128 of its chunks.
-        progress: Called after every chunk.
+        chunk_bytes: Bytes of a chunk.
+        buffer: One of :func:`chunk_buffer`, to be read into.
+        progress: Called after every :data:`CHUNK_BYTES`.
 
     Raises:
         OSError: It is absent or cannot be read.
@@ -176,12 +217,17 @@ def check_image(
     bad: list[int] = []
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        buffer = chunk_buffer()
+        room = (
+            huge_pages(min(CHUNK_BYTES, aligned(size) or ALIGNMENT)) if buffer is None else buffer
+        )
         for index, checksum in enumerate(chunks):
-            found = _read_chunk(descriptor, buffer, index * CHUNK_BYTES, size)
-            if xxhash.xxh3_128(found).hexdigest() != checksum:
+            state = xxhash.xxh3_128()
+            end = min((index + 1) * chunk_bytes, size)
+            for start in range(index * chunk_bytes, end, CHUNK_BYTES):
+                state.update(_read_piece(descriptor, room, start, end))
+                progress()
+            if state.hexdigest() != checksum:
                 bad.append(index)
-            progress()
     finally:
         os.close(descriptor)
     return bad
@@ -209,9 +255,9 @@ def _write(descriptor: int, piece: memoryview, offset: int) -> None:
         written += os.pwrite(descriptor, piece[written:], offset + written)
 
 
-def _read_chunk(descriptor: int, buffer: memoryview, start: int, size: int) -> memoryview:
-    """What there is of the chunk at ``start`` of a file of ``size`` bytes, read in whole blocks."""
-    wanted = min(CHUNK_BYTES, size - start)
+def _read_piece(descriptor: int, buffer: memoryview, start: int, end: int) -> memoryview:
+    """What there is of a file from ``start``, one chunk or up to ``end``, read in whole blocks."""
+    wanted = min(CHUNK_BYTES, end - start)
     filled = 0
     while filled < wanted:
         count = os.preadv(descriptor, [buffer[filled : aligned(wanted)]], start + filled)
@@ -222,9 +268,14 @@ def _read_chunk(descriptor: int, buffer: memoryview, start: int, size: int) -> m
 
 
 def chunk_buffer() -> memoryview:
-    """Room for one chunk. A disk takes far fewer requests for huge pages than for small ones."""
-    memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
+    """Room for one chunk."""
+    return huge_pages(CHUNK_BYTES)
+
+
+def huge_pages(size: int) -> memoryview:
+    """Page-aligned zeros. A disk takes far fewer requests for huge pages than for small ones."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 

@@ -104,6 +104,13 @@ class PosixStorage:
                 return np.frombuffer(b"", np.uint8)
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
+    def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError), open(self._full(path), "rb") as file:
+            for start, end in ranges:
+                os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
+
     def size(self, path: str) -> int:
         with _refusing("stat", path, passing=FileNotFoundError):
             return os.stat(self._full(path)).st_size

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from perdure.checkpoint.segments.columns import Columns
 from perdure.checkpoint.segments.format import Array
+from perdure.checkpoint.segments.memory import ColumnTypes, SegmentMemory
 from perdure.checkpoint.segments.ring import SEGMENT_BYTES
 from perdure.core.components import ComponentState, Segment, StoredSegment
 from perdure.core.errors import ConfigError, StorageError
@@ -164,12 +162,11 @@ class ReplayArrays:
         return any(isinstance(one, CopiedSegment) and one.lost for one in self._sealed)
 
     def _copy(self, first: int, stop: int) -> CopiedSegment:
-        types = self._columns.types()
-        arrays = {name: np.empty((stop - first, *shape), t) for name, (t, shape) in types.items()}
+        memory = SegmentMemory(stop - first, self._columns.types())
         for slots, rows in self._places(first, stop):
             for name, array in self._arrays.items():
-                arrays[name][rows.start - first : rows.stop - first] = array[slots]
-        return CopiedSegment(first, stop - first, types, arrays)
+                memory.arrays[name][rows.start - first : rows.stop - first] = array[slots]
+        return CopiedSegment(first, stop - first, self._columns.types(), memory)
 
     def _places(self, start: int, stop: int) -> Iterator[tuple[slice, range]]:
         """Slots and row numbers of a stretch of rows; two where it goes round the end."""
@@ -186,8 +183,8 @@ class CopiedSegment:
 
     first: int
     rows: int
-    columns: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
-    arrays: Mapping[str, Array] | None
+    columns: ColumnTypes
+    memory: SegmentMemory | None
     stored: StoredSegment | None = None
     lost: bool = False
     """It was asked for again after it had left the memory: its file is gone."""
@@ -200,10 +197,10 @@ class CopiedSegment:
 
     def release(self) -> None:
         if self.stored is not None:
-            self.arrays = None
+            self.memory = None
 
     def _held(self) -> Mapping[str, Array]:
-        if self.arrays is None:
+        if self.memory is None:
             self.lost = True
             raise StorageError(
                 "is gone from the disk",
@@ -211,4 +208,4 @@ class CopiedSegment:
                 rule="what a checkpoint names is deleted by the engine alone",
                 way_out="save again: all rows will be written anew",
             )
-        return self.arrays
+        return self.memory.arrays

@@ -106,6 +106,15 @@ def encode_index(component: str, first: int, rows: int, arrays: Mapping[str, Arr
     return (_HEAD.pack(MAGIC, FORMAT, size, len(packed)) + packed).ljust(size, b"\0")
 
 
+def index_room(columns: Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]], rows: int) -> int:
+    """Bytes that hold the index of so many rows, unless the component's name is very long."""
+    room = _HEAD.size + 512
+    for name, (dtype, shape) in columns.items():
+        blocks = -(-rows * dtype.itemsize * math.prod(shape) // BLOCK_BYTES)
+        room += len(name.encode()) + 9 * len(shape) + 8 * blocks + 64
+    return aligned(room)
+
+
 def decode_index(data: bytes) -> SegmentIndex:
     """Read an index back.
 

@@ -22,7 +22,7 @@ from perdure.checkpoint.segments.format import (
 )
 from perdure.core.components import StoredSegment
 from perdure.core.errors import DamagedError, StorageError
-from perdure.core.storage_api import Storage
+from perdure.core.storage_api import Prefetching, Storage
 
 MAX_MAPPED = 256
 """Files mapped at a time; each mapping holds a file descriptor."""
@@ -104,6 +104,30 @@ class MappedSegment:
         if self._left[column] and len(rows) and place.row_bytes:
             self._check(place, data, _blocks(rows, place.row_bytes, self._index.block_bytes))
         return self._rows(place, data)[rows]
+
+    def fetch_ahead(self, rows: Array) -> None:
+        """Have the storage begin to read what :meth:`take` will want of every column."""
+        storage = self._mappings.storage
+        if not isinstance(storage, Prefetching) or not any(self._left.values()):
+            return
+        ranges: list[tuple[int, int]] = []
+        for place in self._index.columns.values():
+            if self._left[place.name] and place.row_bytes:
+                blocks = _blocks(rows, place.row_bytes, self._index.block_bytes)
+                wanted = blocks[self._unseen[place.name][blocks]]
+                ranges += self._ranges(place, wanted)
+        storage.prefetch(self._file.path, ranges)
+
+    def _ranges(self, place: ColumnPlace, blocks: Array) -> list[tuple[int, int]]:
+        """Where blocks lie in the file, neighbours together."""
+        size, start = self._index.block_bytes, self._index.bytes + place.offset
+        end = start + self.rows * place.row_bytes
+        runs = np.split(blocks, np.flatnonzero(np.diff(blocks) > 1) + 1)
+        return [
+            (start + int(run[0]) * size, min(end, start + (int(run[-1]) + 1) * size))
+            for run in runs
+            if len(run)
+        ]
 
     def _data(self, column: str) -> Bytes:
         place = self._index.columns[column]

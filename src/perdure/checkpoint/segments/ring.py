@@ -16,7 +16,8 @@ import numpy as np
 from perdure.checkpoint.segments.columns import Columns
 from perdure.checkpoint.segments.episodes import Episodes
 from perdure.checkpoint.segments.format import Array
-from perdure.checkpoint.segments.memory import MemorySegment
+from perdure.checkpoint.segments.mapped import MappedSegment
+from perdure.checkpoint.segments.memory import MemorySegment, SegmentMemory
 from perdure.checkpoint.segments.trim import KEEP_ALL, Trim
 from perdure.core.components import ComponentState, Segment
 from perdure.core.errors import ConfigError
@@ -49,7 +50,7 @@ class _Open:
     """Memory that is being filled: rows ``first`` … ``first + filled``, sealed up to ``sealed``."""
 
     first: int
-    arrays: dict[str, Array]
+    memory: SegmentMemory
     filled: int = 0
     sealed: int = 0
     pieces: int = 0
@@ -60,8 +61,8 @@ class _Open:
     """How many those are."""
 
     def slice(self, start: int, stop: int) -> MemorySegment:
-        arrays = {name: array[start:stop] for name, array in self.arrays.items()}
-        return MemorySegment(self.first + start, arrays)
+        arrays = {name: array[start:stop] for name, array in self.memory.arrays.items()}
+        return MemorySegment(self.first + start, arrays, self.memory)
 
 
 class ReplayRing:
@@ -169,10 +170,12 @@ class ReplayRing:
         starts = np.array([segment.first for segment in segments], np.int64)
         owner = np.searchsorted(starts, numbers, side="right") - 1
         order = np.argsort(owner, kind="stable")
-        for places in np.split(order, np.flatnonzero(np.diff(owner[order])) + 1):
-            if not len(places):
-                continue
-            segment = segments[int(owner[places[0]])]
+        groups = np.split(order, np.flatnonzero(np.diff(owner[order])) + 1) if len(order) else []
+        found = [(segments[int(owner[places[0]])], places) for places in groups]
+        for segment, places in found:
+            if isinstance(segment, MappedSegment):
+                segment.fetch_ahead(numbers[places] - segment.first)
+        for segment, places in found:
             inside = numbers[places] - segment.first
             for name, target in out.items():
                 target[places] = segment.take(name, inside)
@@ -276,13 +279,14 @@ class ReplayRing:
     def _fill(self, arrays: Mapping[str, Array], done: int, count: int) -> int:
         """Copy what fits into the open memory; returns how many rows."""
         if self._open is None:
-            shapes = [(name, t, (self._segment_rows, *shape)) for name, t, shape in self.columns]
-            empty = {name: np.empty(shape, dtype) for name, dtype, shape in shapes}
-            self._open = _Open(self._total, empty)
+            memory = SegmentMemory(self._segment_rows, self.columns.types())
+            self._open = _Open(self._total, memory)
         target = self._open
         rows = min(count - done, self._segment_rows - target.filled)
         for name, array in arrays.items():
-            target.arrays[name][target.filled : target.filled + rows] = array[done : done + rows]
+            target.memory.arrays[name][target.filled : target.filled + rows] = array[
+                done : done + rows
+            ]
         target.filled += rows
         self._total += rows
         if target.filled == self._segment_rows:

@@ -19,6 +19,7 @@ from perdure.checkpoint.files import FileProblem, file_problem
 from perdure.checkpoint.segments import mapped
 from perdure.checkpoint.segments.format import encode_index
 from perdure.checkpoint.segments.mapped import MappedSegment, Mappings
+from perdure.checkpoint.segments.memory import InSegmentMemory
 from perdure.checkpoint.segments.writing import SegmentFiles
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
@@ -27,7 +28,6 @@ from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import IncarnationNumber
 from perdure.core.storage_api import Storage
-from perdure.storage import bulk
 
 SEGMENTS = "segments"
 SUFFIX = ".seg"
@@ -42,7 +42,6 @@ class _Written(NamedTuple):
 
     segment: Segment
     stored: StoredSegment
-    sums: bulk.ImageSums
 
 
 class SegmentStore:
@@ -91,7 +90,7 @@ class SegmentStore:
             if missing:
                 self._storage.sync_dir(folder)
         for one in written:
-            self._files.check(one.stored.path, one.stored.bytes, one.sums)
+            self._files.check(one.stored.path, one.stored.bytes, one.stored.checksum)
             self._remember(one.segment, one.stored)
         if written:
             self._faults.reach(FaultPoint.SEGMENTS_DURABLE)
@@ -145,19 +144,20 @@ class SegmentStore:
         stem = f"{SEGMENTS}/{component}/{segment.first:012d}-{segment.rows}-{incarnation}"
         unfinished = f"{stem}{UNFINISHED}"
         self._storage.remove(unfinished)
-        sums = self._files.write(unfinished, index, arrays)
+        memory = segment.memory if isinstance(segment, InSegmentMemory) else None
+        checksum = self._files.write(unfinished, index, arrays, memory)
         size = self._storage.size(unfinished)
-        path = f"{stem}-{sums.checksum}{SUFFIX}"
+        path = f"{stem}-{checksum}{SUFFIX}"
         self._storage.rename(unfinished, path)
         stored = StoredSegment(
             path=path,
             first=segment.first,
             rows=segment.rows,
             bytes=size,
-            checksum=sums.checksum,
+            checksum=checksum,
             index_checksum=xxhash.xxh3_128_hexdigest(index),
         )
-        return _Written(segment, stored, sums)
+        return _Written(segment, stored)
 
     def _remember(self, segment: Segment, stored: StoredSegment) -> None:
         with self._lock:

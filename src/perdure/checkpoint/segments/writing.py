@@ -6,21 +6,22 @@ import contextlib
 import sys
 from collections.abc import Generator, Mapping
 
-import numpy as np
 import xxhash
 
-from perdure.checkpoint.arena_memory import ArenaMemory
-from perdure.checkpoint.segments.format import Array, Bytes, aligned, pieces
+from perdure.checkpoint.segments.format import Array, pieces
+from perdure.checkpoint.segments.memory import SegmentMemory
 from perdure.core.errors import DamagedError
 from perdure.core.storage_api import Storage
 from perdure.storage import PosixStorage, bulk
 from perdure.storage.refusals import refusal
 
+_BUFFERS = 2
+
 
 class SegmentFiles:
     """Writes and reads back segments, past the page cache where the storage is a disk of Linux.
 
-    It then holds memory for one segment, the largest so far. One thread at a time.
+    It then holds two buffers of 8 MiB. One thread at a time.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -28,28 +29,36 @@ class SegmentFiles:
         self._disk = storage if isinstance(storage, PosixStorage) else None
         if sys.platform != "linux":
             self._disk = None
-        self._buffer: Bytes = np.empty(0, np.uint8)
+        self._buffers: list[memoryview] = []
 
-    def write(self, path: str, index: bytes, arrays: Mapping[str, Array]) -> bulk.ImageSums:
+    def write(
+        self, path: str, index: bytes, arrays: Mapping[str, Array], memory: SegmentMemory | None
+    ) -> str:
         """Create a file; its content is durable on return, its name is not.
 
+        Args:
+            path: A file that does not exist.
+            index: Its index.
+            arrays: Its columns.
+            memory: Where they may lie as they will in the file: then they are not copied.
+
         Returns:
-            The checksums of the memory.
+            The checksum of the memory.
 
         Raises:
             StorageError: The storage refused; a part of the file may be there.
         """
         if self._disk is None:
             return _append(self._storage, path, index, arrays)
-        size = 0
-        data = self._room_for(index, arrays)
-        for piece in pieces(index, arrays):
-            data[size : size + piece.nbytes] = np.frombuffer(piece, np.uint8)
-            size += piece.nbytes
+        parts = list(pieces(index, arrays))
+        size = sum(part.nbytes for part in parts)
+        image = None if memory is None else memory.image(index, arrays)
+        data, buffers = (parts, self._room()) if image is None else (image.data, [])
         with _refusing("write", path):
-            return bulk.write_image(str(self._disk.root / path), data.data, size)
+            full = str(self._disk.root / path)
+            return bulk.write_image(full, data, size, buffers=buffers, chunk_sums=False).checksum
 
-    def check(self, path: str, size: int, sums: bulk.ImageSums) -> None:
+    def check(self, path: str, size: int, checksum: str) -> None:
         """Read a file back.
 
         Raises:
@@ -59,11 +68,13 @@ class SegmentFiles:
         if self._storage.size(path) == size:
             if self._disk is None:
                 data = self._storage.map(path).data
-                if xxhash.xxh3_128_hexdigest(data) == sums.checksum:
+                if xxhash.xxh3_128_hexdigest(data) == checksum:
                     return
             else:
+                room = self._room()[0]
                 with _refusing("read", path):
-                    if not bulk.check_image(str(self._disk.root / path), size, sums.chunks):
+                    full = str(self._disk.root / path)
+                    if not bulk.check_image(full, size, [checksum], chunk_bytes=size, buffer=room):
                         return
         raise DamagedError(
             "reads back wrong right after it was written",
@@ -72,18 +83,13 @@ class SegmentFiles:
             way_out="check the disk",
         )
 
-    def _room_for(self, index: bytes, arrays: Mapping[str, Array]) -> Bytes:
-        """Whole blocks of memory for the file."""
-        size = len(index) + sum(aligned(array.nbytes) for array in arrays.values())
-        if self._buffer.nbytes < size:
-            self._buffer = np.empty(0, np.uint8)
-            self._buffer = ArenaMemory(size, shared=False).array
-        return self._buffer[:size]
+    def _room(self) -> list[memoryview]:
+        if not self._buffers:
+            self._buffers = [bulk.chunk_buffer() for _ in range(_BUFFERS)]
+        return self._buffers
 
 
-def _append(
-    storage: Storage, path: str, index: bytes, arrays: Mapping[str, Array]
-) -> bulk.ImageSums:
+def _append(storage: Storage, path: str, index: bytes, arrays: Mapping[str, Array]) -> str:
     """Through the storage's own methods, for everything that is no disk of Linux."""
     state = xxhash.xxh3_128()
     file = storage.create_append(path)
@@ -94,7 +100,7 @@ def _append(
                 state.update(piece)
                 file.append([piece])
         file.sync()
-        return bulk.ImageSums(state.hexdigest(), ())
+        return state.hexdigest()
     finally:
         file.close()
 

@@ -1,0 +1,152 @@
+"""Replay on a real disk: what is written without being copied, and what is read ahead."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from replay_cases import COLUMNS, ReplayRun, rows, small_ring, values_of
+
+from perdure.checkpoint import ReplayArrays, ReplayRing, RingOptions
+from perdure.checkpoint.segments.format import BLOCK_BYTES, encode_index, pieces
+from perdure.checkpoint.segments.memory import SegmentMemory
+from perdure.storage import MemoryStorage, PosixStorage, bulk
+
+WIDE: dict[str, Any] = {"obs": ("u1", (7,)), "none": ("f4", (0,)), "at": ("i8", ())}
+ROW_BYTES = 15
+
+
+def wide(first: int, count: int) -> dict[str, np.ndarray[Any, Any]]:
+    numbers = np.arange(first, first + count)
+    obs = np.random.default_rng(first).integers(0, 256, (count, 7), np.uint8)
+    return {"obs": obs, "none": np.zeros((count, 0), np.float32), "at": numbers}
+
+
+def wide_ring(rows_per_segment: int) -> ReplayRing:
+    return ReplayRing(10**6, WIDE, options=RingOptions(segment_bytes=ROW_BYTES * rows_per_segment))
+
+
+class Watched(PosixStorage):
+    """Notes what it is told beforehand."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.told: dict[str, list[tuple[int, int]]] = {}
+
+    def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
+        self.told.setdefault(path, []).extend(ranges)
+        super().prefetch(path, ranges)
+
+
+def contents(run: ReplayRun) -> dict[str, bytes]:
+    return {name: run.storage.read(f"segments/replay/{name}") for name in run.files()}
+
+
+@pytest.mark.parametrize("appended", [1, 1000, 2000, 2500, 2999])
+def test_the_disk_gets_the_bytes_that_any_storage_gets(tmp_path: Path, appended: int) -> None:
+    """Full segments are written where they lie, the rest is gathered."""
+    runs = [ReplayRun(PosixStorage(tmp_path)), ReplayRun(MemoryStorage())]
+    for run in runs:
+        run.replay = wide_ring(1000)
+        run.registry.register("wide", run.replay, kind="experience")
+        run.replay.append(wide(0, appended))
+        run.save_well(1)
+    disk, memory = (
+        {
+            name: run.storage.read(f"segments/wide/{name}")
+            for name in run.storage.list("segments/wide")
+        }
+        for run in runs
+    )
+    assert disk == memory
+    assert len(disk) == -(-appended // 1000)
+
+
+def test_a_full_segment_is_a_file_without_copying() -> None:
+    memory = SegmentMemory(1000, {name: (np.dtype(t), shape) for name, (t, shape) in WIDE.items()})
+    for name, column in wide(0, 1000).items():
+        memory.arrays[name][:] = column
+    index = encode_index("replay", 0, 1000, memory.arrays)
+    image = memory.image(index, memory.arrays)
+    assert image is not None
+    assert np.shares_memory(image, memory.arrays["obs"])
+    assert image.ctypes.data % bulk.ALIGNMENT == image.nbytes % bulk.ALIGNMENT == 0
+    expected = b"".join(bytes(piece) for piece in pieces(index, memory.arrays))
+    assert image.tobytes()[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("reason", ["fewer rows", "other memory", "a long index", "another order"])
+def test_what_does_not_lie_as_the_file_is_no_image(reason: str) -> None:
+    types = {name: (np.dtype(t), shape) for name, (t, shape) in COLUMNS.items()}
+    memory = SegmentMemory(4, types)
+    arrays = dict(memory.arrays)
+    index = encode_index("replay", 0, 4, arrays)
+    assert memory.image(index, arrays) is not None
+    if reason == "fewer rows":
+        arrays = {name: array[:3] for name, array in arrays.items()}
+    elif reason == "other memory":
+        arrays |= {"done": arrays["done"].copy()}
+    elif reason == "a long index":
+        index = encode_index("r" * 5000, 0, 4, arrays)
+    else:
+        arrays = dict(reversed(arrays.items()))
+    assert memory.image(index, arrays) is None
+
+
+def test_a_copied_ring_saves_its_own_rows(tmp_path: Path) -> None:
+    run = ReplayRun(PosixStorage(tmp_path), small_ring(100))
+    run.replay.append(rows(0, 10))
+    run.replay = copy.deepcopy(run.replay)
+    again = ReplayRun(run.storage, run.replay, incarnation=2)
+    again.replay.append(rows(10, 3))
+    again.save_well(1)
+    loaded = ReplayRun(run.storage, small_ring(100), incarnation=3)
+    loaded.restore()
+    assert values_of(loaded.replay) == list(range(13))
+
+
+def test_arrays_of_another_library_are_written_from_their_copy(tmp_path: Path) -> None:
+    class Owner:
+        pos, full = 0, False
+
+    live = {name: np.zeros((50, *shape), t) for name, (t, shape) in COLUMNS.items()}
+    for name, column in rows(0, 30).items():
+        live[name][:30] = column
+    owner = Owner()
+    owner.pos = 30
+    run = ReplayRun(PosixStorage(tmp_path), ReplayArrays(live, owner, segment_bytes=120))
+    run.save_well(1)
+    assert len(run.files()) == 3
+    fresh = {name: np.zeros_like(column) for name, column in live.items()}
+    again = ReplayRun(run.storage, ReplayArrays(fresh, Owner(), segment_bytes=120), incarnation=2)
+    again.restore()
+    for name, column in live.items():
+        np.testing.assert_array_equal(fresh[name], column)
+
+
+def test_a_draw_is_read_ahead_block_by_block_and_once(tmp_path: Path) -> None:
+    storage = Watched(tmp_path)
+    run = ReplayRun(storage, wide_ring(30_000))
+    run.replay.append(wide(0, 60_000))
+    run.save_well(1)
+    again = ReplayRun(storage, wide_ring(30_000), incarnation=2)
+    again.restore()
+    numbers = np.array([3, 29_999, 30_000, 45_000])
+    np.testing.assert_array_equal(again.replay.rows(numbers)["at"], numbers)
+    assert sorted(path.rpartition("/")[2] for path in storage.told) == run.files()
+    for ranges in storage.told.values():
+        assert all(0 < end - start <= 2 * BLOCK_BYTES for start, end in ranges)
+        assert len(set(ranges)) == len(ranges)
+    # Of either column: the first and the last block of one file, the first two of the other.
+    assert [len(storage.told[path]) for path in sorted(storage.told)] == [4, 2]
+    storage.told.clear()
+    again.replay.rows(numbers)
+    assert not any(storage.told.values())
+
+
+def test_reading_ahead_of_what_is_absent_is_nobodys_error(tmp_path: Path) -> None:
+    PosixStorage(tmp_path).prefetch("absent", [(0, 10)])
