@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +28,7 @@ from perdure.core.clock import ManualClock
 from perdure.core.errors import ConfigError, StorageError
 
 Call = Callable[[ObjectStore], object]
-KINDS = ["memory", "s3", "s3 behind a proxy", "memory with retries"]
+KINDS = ["memory", "s3", "s3 behind a proxy", "memory with retries", "directory"]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,9 @@ def server() -> Iterator[S3Server]:
 
 
 @pytest.fixture(params=KINDS)
-def objects(request: pytest.FixtureRequest, server: S3Server) -> Iterator[ObjectStore]:
+def objects(
+    request: pytest.FixtureRequest, server: S3Server, tmp_path: Path
+) -> Iterator[ObjectStore]:
     if request.param == "s3":
         yield s3_objects(server.url, new_prefix())
     elif request.param == "s3 behind a proxy":
@@ -43,6 +48,8 @@ def objects(request: pytest.FixtureRequest, server: S3Server) -> Iterator[Object
             yield s3_objects(proxy.url, new_prefix())
     elif request.param == "memory":
         yield ObstoreObjects(MemoryStore())
+    elif request.param == "directory":
+        yield open_objects(f"file://{tmp_path}/runs%20of%20mine")
     else:
         yield RetryingObjects(
             ObstoreObjects(MemoryStore()), policy=RetryPolicy(), clock=ManualClock()
@@ -210,10 +217,65 @@ def test_refused_access_is_not_asked_for_again(server: S3Server) -> None:
         assert proxy.struck[Fault.FORBIDDEN] == 1
 
 
-@pytest.mark.parametrize("url", ["file:///x", "gs://b/x", "bucket/x"])
+@pytest.mark.parametrize("url", ["gs://b/x", "bucket/x", "/shared/x"])
 def test_addresses_without_conditional_replacement_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of a remote tier"):
         open_objects(url)
+
+
+@pytest.mark.parametrize("url", ["file://shared/x", "file:x", "file:///", "file:///a?b"])
+def test_directories_are_named_with_the_whole_path(url: str) -> None:
+    with pytest.raises(ConfigError, match="address"):
+        open_objects(url)
+
+
+def test_two_processes_swap_in_turn_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
+    """Each raises a number by one, again and again; one of them is killed meanwhile."""
+    code = (
+        "import sys\n"
+        "from perdure.checkpoint.tier import open_objects, RemoteUnavailableError\n"
+        "objects = open_objects(sys.argv[1])\n"
+        "done = 0\n"
+        "while done < 100:\n"
+        "    data, tag = objects.read_tagged('n')\n"
+        "    try:\n"
+        "        won = objects.swap('n', str(int(data) + 1).encode(), expected=tag)\n"
+        "    except RemoteUnavailableError:\n"
+        "        continue\n"
+        "    done += won is not None\n"
+        "    if won and done == 50: print('half', flush=True)\n"
+    )
+    url = f"file://{tmp_path}/tier"
+    objects = open_objects(url)
+    assert objects.swap("n", b"0", expected=None)
+    command = [sys.executable, "-c", code, url]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as killed,
+        subprocess.Popen(command, stdout=subprocess.PIPE) as other,
+    ):
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == b"half\n"
+        killed.kill()
+        assert other.wait(60) == 0
+    counted = int(objects.read("n"))
+    assert 150 <= counted <= 200
+    assert objects.swap("n", b"free", expected=objects.read_tagged("n")[1])
+
+
+def test_where_nothing_is_mounted_nothing_is_made(tmp_path: Path) -> None:
+    objects = open_objects(f"file://{tmp_path}/share/runs/x")
+    for call in CALLS.values():
+        with pytest.raises(RemoteUnavailableError, match="mount it"):
+            call(objects)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_in_the_way_is_a_failure_of_the_store(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    target.write_bytes(b"a file is in the way")
+    objects = open_objects(f"file://{target}")
+    with pytest.raises(RemoteUnavailableError, match="failed"):
+        objects.create("a", b"")
 
 
 def test_settings_that_do_not_exist_are_refused() -> None:

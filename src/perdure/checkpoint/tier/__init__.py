@@ -4,6 +4,7 @@ What is promised: ``docs/checkpoint.md``. The layout: ``docs/formats/checkpoint.
 """
 
 from perdure.checkpoint.tier.head import Head, RemoteCheckpoint, RemoteFile, read_head
+from perdure.checkpoint.tier.local_objects import LocalObjects
 from perdure.checkpoint.tier.objects import (
     ObjectStore,
     RemoteUnavailableError,
@@ -18,6 +19,7 @@ from perdure.checkpoint.tier.remote_tier import RemoteTier, TierStatus
 
 __all__ = [
     "Head",
+    "LocalObjects",
     "ObjectStore",
     "ObstoreObjects",
     "PullReport",

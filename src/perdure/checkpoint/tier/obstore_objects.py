@@ -25,7 +25,8 @@ from obstore.exceptions import (
 from obstore.store import ObjectStore as AnyStore
 from obstore.store import S3Store
 
-from perdure.checkpoint.tier.objects import Bytes, RemoteUnavailableError
+from perdure.checkpoint.tier.local_objects import open_local
+from perdure.checkpoint.tier.objects import Bytes, ObjectStore, RemoteUnavailableError
 from perdure.core.errors import ConfigError, StorageError
 
 _CHUNK_BYTES = 256 << 10
@@ -118,8 +119,8 @@ def open_objects(
     config: Mapping[str, Any] | None = None,
     request_timeout_s: float = 60.0,
     connect_timeout_s: float = 10.0,
-) -> ObstoreObjects:
-    """The object store at ``s3://bucket/prefix``.
+) -> ObjectStore:
+    """The object store at ``s3://bucket/prefix``, or the directory at ``file:///path``.
 
     Credentials, region and endpoint come from the environment (``AWS_ACCESS_KEY_ID``,
     ``AWS_REGION``, ``AWS_ENDPOINT_URL``, …), from the machine's role, or from ``config``. Bodies
@@ -134,12 +135,15 @@ def open_objects(
     Raises:
         ConfigError: Not such an address, or settings that do not exist.
     """
+    if url.startswith("file://"):
+        return open_local(url)
     if not url.startswith("s3://"):
         raise ConfigError(
             f"{url!r} is not the address of a remote tier",
             where="remote",
             rule="the store must be able to replace an object only if it is unchanged",
-            way_out="use s3://bucket/prefix, with AWS_ENDPOINT_URL for other stores with that API",
+            way_out="use s3://bucket/prefix, with AWS_ENDPOINT_URL for other stores with that API,"
+            " or file:///path",
         )
     settings: dict[str, Any] = {
         "unsigned_payload": "true",
