@@ -37,7 +37,8 @@ from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, LocalUpdate, PolicyVersion, SessionId, UpdateId
 from perdure.core.rollout_api import GenerationRequest, SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
-from perdure.publish.in_process import InProcessPublisher
+from perdure.publish import InProcessTransport, Publication
+from perdure.rollout import EnginePool
 from perdure.runtime.sessions import trajectory_from_chunks
 from perdure.storage import PosixStorage
 from perdure.tasks.config import make_task
@@ -124,7 +125,8 @@ class PlainLoop:
         self.config = config
         self.task = make_task(config.task, config.seed)
         self.machinery = build_machinery(config, self.task)
-        self.publisher = InProcessPublisher([self.machinery.engine])
+        pool = EnginePool({"engine": self.machinery.engine})
+        self.publication = Publication(pool, InProcessTransport())
         self.next_prompt = 0
         self.asleep = False
         rollout = config.rollout
@@ -153,7 +155,7 @@ class PlainLoop:
         if self.asleep:
             await self.machinery.engine.wake()
             self.asleep = False
-        await self.publisher.publish(
+        await self.publication.publish(
             PolicyVersion(version), weights=learner.policy_weights(), digest=learner.policy_digest()
         )
 

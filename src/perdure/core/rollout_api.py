@@ -26,6 +26,23 @@ LossListener = Callable[[EngineLostError], None]
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFile:
+    """Weights laid out in a file that an engine on this machine (or mount) can read.
+
+    Attributes:
+        path: Absolute.
+        checksum: xxh3-128 hex of the whole file; a reader refuses any other bytes.
+    """
+
+    path: str
+    checksum: str
+
+
+Weights = Mapping[str, Any] | WeightFile
+"""By name, tensors or numpy arrays; or where they lie."""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen.
 
@@ -158,7 +175,7 @@ class RolloutEngine(Protocol):
     async def load_weights(
         self,
         version: PolicyVersion,
-        weights: Mapping[str, Any],
+        weights: Weights,
         *,
         incarnation: IncarnationNumber = NO_INCARNATION,
     ) -> str:
@@ -167,8 +184,30 @@ class RolloutEngine(Protocol):
         Raises:
             RuntimeError: Requests are decoding.
             ValueError: Names, shapes or types differ; the engine keeps its old weights.
+            DamagedError: The file holds other bytes than it should; likewise.
             FencedError: A higher incarnation has published to this engine.
         """
         ...
 
     async def close(self) -> None: ...
+
+
+class PublicationTarget(Protocol):
+    """Named engines whose weights and traffic a publication governs."""
+
+    @property
+    def takers(self) -> Mapping[str, RolloutEngine]:
+        """Those that take weights; none that is lost or leaving."""
+        ...
+
+    async def hold(self, name: str) -> None:
+        """No traffic for this engine, and nothing running. ``EngineLostError``: it is gone."""
+        ...
+
+    async def admit(self, name: str) -> None:
+        """Traffic for it: it has acknowledged. ``EngineLostError``: it is gone."""
+        ...
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """No traffic for it before it is admitted again. One that is gone has none anyway."""
+        ...

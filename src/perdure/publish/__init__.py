@@ -1,1 +1,13 @@
 """Weight publication: live weights from the learner to the rollout engines."""
+
+from perdure.publish.publication import Acknowledgements, Publication, PublicationOptions
+from perdure.publish.transports import FileTransport, InProcessTransport, WeightTransport
+
+__all__ = [
+    "Acknowledgements",
+    "FileTransport",
+    "InProcessTransport",
+    "Publication",
+    "PublicationOptions",
+    "WeightTransport",
+]

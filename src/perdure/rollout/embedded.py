@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 
@@ -22,9 +21,12 @@ from perdure.core.rollout_api import (
     GenerationChunk,
     GenerationRequest,
     LossListener,
+    WeightFile,
+    Weights,
 )
 from perdure.core.trajectories import Array
 from perdure.models.transformer import ModelConfig
+from perdure.models.weight_files import read_weights
 from perdure.rollout.decoder import Decoder
 from perdure.rollout.options import EngineOptions
 from perdure.rollout.requests import check_incarnation, check_request, prefix_end
@@ -165,11 +167,11 @@ class EmbeddedEngine:
     async def load_weights(
         self,
         version: PolicyVersion,
-        weights: Mapping[str, Any],
+        weights: Weights,
         *,
         incarnation: IncarnationNumber = NO_INCARNATION,
     ) -> str:
-        """Copy the weights (torch tensors or numpy arrays) in; see the contract."""
+        """Copy the weights in; see the contract."""
         self._check_open()
         self._incarnation = check_incarnation(incarnation, seen=self._incarnation)
         if self._decoder is None:
@@ -179,6 +181,8 @@ class EmbeddedEngine:
                 f"cannot load weights while {self._table.count} requests are decoding; "
                 "abort them or wait for them first"
             )
+        if isinstance(weights, WeightFile):
+            weights = read_weights(weights)
         digest = self._decoder.load_weights(weights)
         self._version = version
         self._has_weights = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
 
 from perdure.core.errors import EngineLostError, TrainingError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
@@ -19,6 +18,7 @@ from perdure.core.rollout_api import (
     GenerationRequest,
     LossListener,
     RolloutEngine,
+    Weights,
 )
 from perdure.rollout.embedded import NO_VERSION
 from perdure.rollout.members import Member, MemberEvent, MemberReport, MemberState
@@ -166,7 +166,7 @@ class EnginePool:
     async def load_weights(
         self,
         version: PolicyVersion,
-        weights: Mapping[str, Any],
+        weights: Weights,
         *,
         incarnation: IncarnationNumber = NO_INCARNATION,
     ) -> str:

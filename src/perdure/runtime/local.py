@@ -10,7 +10,8 @@ from perdure.core.rollout_api import RolloutEngine, SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
 from perdure.learner.api import Learner, LocalUpdateResult
-from perdure.publish.in_process import InProcessPublisher
+from perdure.publish import InProcessTransport, Publication
+from perdure.rollout import EnginePool
 from perdure.runtime.answers import answer, one_error
 from perdure.runtime.sessions import SessionRunner
 from perdure.tasks.api import Prompt
@@ -25,7 +26,7 @@ class LocalRuntime:
         self._engine = engine
         self._learner = learner
         self._sessions = sessions
-        self._publisher = InProcessPublisher([engine])
+        self._publication = Publication(EnginePool({"engine": engine}), InProcessTransport())
         self._seed = seed
         self._asleep = False
 
@@ -51,7 +52,7 @@ class LocalRuntime:
     async def publish(self, version: PolicyVersion) -> str:
         digest = self._learner.policy_digest()
         weights = self._learner.policy_weights()
-        await self._publisher.publish(version, weights=weights, digest=digest)
+        await self._publication.publish(version, weights=weights, digest=digest)
         return digest
 
     async def supervised_step(
