@@ -26,7 +26,7 @@ TYPES = {
     "submitted": 3,
     "sessions_done": 4,
     "settled": 5,
-    "partial": 6,
+    "partials": 6,
     "tool_result": 7,
     "taken": 8,
     "step_done": 9,
@@ -40,6 +40,7 @@ TYPES = {
     "phase_step": 17,
     "update_failed": 18,
     "closed": 19,
+    "session_restarted": 20,
 }
 
 
@@ -389,7 +390,7 @@ def session_done(
 
 
 def packed(*records: Rec) -> Rec:
-    """One SessionsDone with the rows of these, in this order."""
+    """One record with the rows of these, all SessionsDone or all Partials, in this order."""
     first = records[0]
     return Rec(
         first.name,
@@ -397,6 +398,7 @@ def packed(*records: Rec) -> Rec:
         first.key,
         arrays={name: np.concatenate([r.arrays[name] for r in records]) for name in first.arrays},
         payload={name: [x for r in records for x in r.payload[name]] for name in first.payload},
+        payload_type=first.payload_type,
         payload_key=first.payload_key,
     )
 
@@ -408,19 +410,6 @@ def pack(records: Sequence[Rec]) -> list[Rec]:
         together = list(group)
         done += [packed(*together)] if name == "sessions_done" else together
     return done
-
-
-def partial(group: int, index: int, *, start: int, end: int, count: int | None = None) -> Rec:
-    count = end - start if count is None else count
-    return Rec(
-        "partial",
-        {"session": [group, index], "start": start, "end": end},
-        f"partial/g{group}.s{index}/{start}",
-        arrays={"token_ids": np.ones(count, "<i4"), "logprobs": np.full(count, -1.0, "<f4")},
-        payload={"session": [group, index], "start": start, "version": 0},
-        payload_type=102,
-        payload_key=f"partial_tokens/g{group}.s{index}/{start}",
-    )
 
 
 def settled(group: int, outcome: str = "finished") -> Rec:
@@ -501,11 +490,6 @@ def evicted(group: int, reason: str = "age") -> Rec:
 
 def refilled(group: int, replaces: int) -> Rec:
     return Rec("refilled", {"group": group, "replaces": replaces}, f"refilled/{replaces}")
-
-
-def tool_result(group: int, index: int) -> Rec:
-    fields = {"session": [group, index], "turn": 0, "call": 0, "tool": "search", "result": "x"}
-    return Rec("tool_result", fields, f"tool_result/g{group}.s{index}/0/0")
 
 
 def update_failed(step: int, local: int, *, incarnation: int) -> Rec:

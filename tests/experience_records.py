@@ -26,17 +26,21 @@ from perdure.core.records import (
     ControlRecord,
     Evicted,
     GroupSettled,
+    Partials,
     Published,
     Refilled,
+    SessionRestarted,
     SessionsDone,
     StepDone,
     Submitted,
     Taken,
+    ToolResult,
 )
-from perdure.core.trajectories import Segment, Trajectory
+from perdure.core.trajectories import PartialDelta, Segment, Trajectory
 from perdure.experience.entries import Entry
 from perdure.experience.fold import ExperienceState
-from perdure.experience.groups import SettledSession
+from perdure.experience.prompt_group import SettledSession
+from perdure.experience.unfinished import Unfinished
 
 REF = PayloadRef(IncarnationNumber(1), 0, 64, 64, 7)
 
@@ -142,9 +146,50 @@ def trajectory(group: int, index: int, *, version: int = 0, length: int = 4) -> 
     )
 
 
+def partials(
+    rows: Iterable[tuple[int, int, int, int]], *, attempt: int = 0, version: int = 0
+) -> Partials:
+    """Rows of ``(group, index, start, end)``."""
+    some = list(rows)
+    return Partials(
+        sessions=tuple(SessionId(GroupId(group), index) for group, index, _, _ in some),
+        attempts=(attempt,) * len(some),
+        starts=tuple(start for _, _, start, _ in some),
+        ends=tuple(end for _, _, _, end in some),
+        first_versions=(PolicyVersion(version),) * len(some),
+        last_versions=(PolicyVersion(version),) * len(some),
+        payload=REF,
+    )
+
+
+def tool_result(
+    group: int, index: int, *, turn: int = 0, call: int = 0, attempt: int = 0, result: str = "4"
+) -> ToolResult:
+    return ToolResult(SessionId(GroupId(group), index), attempt, turn, call, "calc", result)
+
+
+def restarted(group: int, index: int, *, attempt: int = 1) -> SessionRestarted:
+    return SessionRestarted(SessionId(GroupId(group), index), attempt, "start again")
+
+
+def delta(
+    group: int, index: int, start: int, end: int, *, attempt: int = 0, version: int = 0
+) -> PartialDelta:
+    """A piece whose numbers name its session, its attempt and its place."""
+    return PartialDelta(
+        session=SessionId(GroupId(group), index),
+        start=start,
+        token_ids_N=np.arange(start, end, dtype=np.int32) + 1000 * group + 100 * index,
+        logprobs_N=-np.arange(start, end, dtype=np.float32) / 8 - attempt,
+        loss_mask_N=np.ones(end - start, dtype=np.uint8),
+        segments=(Segment(PolicyVersion(version), start, end),),
+        attempt=attempt,
+    )
+
+
 def placed_entry(place: LogPosition, record: ControlRecord) -> Entry:
     """A record as a writer leaves it behind: it knows where it came to lie."""
-    ref = record.payload if isinstance(record, SessionsDone) else None
+    ref = record.payload if isinstance(record, SessionsDone | Partials) else None
     return Entry(record, ref=ref, position=place)
 
 
@@ -154,6 +199,11 @@ def settled_row(settled: SettledSession) -> tuple[Any, ...]:
     columns = [getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "payload"]
     batch = settled.batch
     return (batch.payload, batch.first_row + row, *(column[row] for column in columns))
+
+
+def unfinished_value(unfinished: Unfinished) -> tuple[Any, ...]:
+    parts = [(part.batch.payload, part.row, part.start, part.end) for part in unfinished.parts]
+    return (unfinished.attempt, unfinished.tokens, parts, dict(unfinished.results))
 
 
 def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]:
@@ -167,6 +217,7 @@ def comparable(state: ExperienceState, *, places: bool = True) -> dict[str, Any]
                 {i: settled_row(s) for i, s in v.done.items()},
                 v.reason,
                 v.uniform,
+                {i: unfinished_value(u) for i, u in v.unfinished.items()},
             )
             for g, v in table.live.items()
         },

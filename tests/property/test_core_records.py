@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import experience_records as make
 import msgpack
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from perdure.core import records
 from perdure.core.ids import GroupId, LogPosition, PayloadRef, SessionId, UpdateId
 from perdure.core.record_codec import record_fields, record_from_fields
 from perdure.core.record_types import DECISION_TYPES, RecordType
-from perdure.core.records import ControlRecord, Evicted, SessionsDone
+from perdure.core.records import ControlRecord, Evicted, Partials, SessionsDone
 
 CLASSES: tuple[type[Any], ...] = typing.get_args(ControlRecord)
 _COUNTS = st.integers(0, 2**63 - 1)
@@ -55,6 +56,8 @@ def _records(cls: type[Any]) -> st.SearchStrategy[Any]:
     hints = typing.get_type_hints(cls)
     if cls is SessionsDone:
         return st.integers(1, 3).flatmap(lambda rows: _columns(hints, rows))
+    if cls is Partials:
+        return st.lists(_SIMPLE[SessionId], min_size=1, max_size=3, unique=True).flatmap(_partials)
     return st.builds(cls, **{f.name: _values(hints[f.name]) for f in dataclasses.fields(cls)})
 
 
@@ -67,6 +70,29 @@ def _columns(hints: dict[str, Any], rows: int) -> st.SearchStrategy[SessionsDone
     }
     made = {name: column.map(tuple) for name, column in columns.items()}
     return st.builds(SessionsDone, **made, payload=_SIMPLE[PayloadRef])
+
+
+def _partials(sessions: list[SessionId]) -> st.SearchStrategy[Partials]:
+    """Records of partial tokens of these sessions."""
+
+    def column(values: st.SearchStrategy[int]) -> st.SearchStrategy[tuple[int, ...]]:
+        return st.lists(values, min_size=len(sessions), max_size=len(sessions)).map(tuple)
+
+    numbers = column(_COUNTS)
+    return st.builds(
+        lambda starts, lengths, **others: Partials(
+            sessions=tuple(sessions),
+            starts=starts,
+            ends=tuple(map(sum, zip(starts, lengths, strict=True))),
+            **others,
+        ),
+        numbers,
+        column(st.integers(1, 2**40)),
+        attempts=numbers,
+        first_versions=numbers,
+        last_versions=numbers,
+        payload=_SIMPLE[PayloadRef],
+    )
 
 
 ANY_RECORD = st.sampled_from(CLASSES).flatmap(_records)
@@ -128,6 +154,12 @@ def test_numbers_without_a_control_record_are_refused(number: int) -> None:
         (SessionsDone, "payload", [1, 2]),
         (SessionsDone, "stop_reasons", ["unheard of"]),
         (SessionsDone, "rewards", []),
+        (Partials, "sessions", []),
+        (Partials, "sessions", [[1, 0], [1, 0]]),
+        (Partials, "attempts", [0]),
+        (Partials, "starts", [0, 7]),
+        (Partials, "starts", [-1, 3]),
+        (Partials, "ends", [4, 3]),
         (Evicted, "reason", 7),
     ],
 )
@@ -145,10 +177,13 @@ def test_a_field_of_the_wrong_shape_is_refused(cls: type[Any], name: str, value:
             ({"right": 1.0},),
             ref,
         ),
+        Partials: make.partials([(1, 0, 0, 4), (1, 1, 3, 7)]),
         Evicted: Evicted(GroupId(1), records.EvictionReason.AGE, typing.cast("Any", 2)),
     }
     fields = {**_packed(whole[cls]), name: value}
-    with pytest.raises(ValueError, match="not a valid|columns of unequal|has no row"):
+    with pytest.raises(
+        ValueError, match="not a valid|columns of|has no row|two rows|without tokens"
+    ):
         record_from_fields(cls.type, fields)
 
 

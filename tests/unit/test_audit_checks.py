@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import audit_unfinished as u
 import audit_writer as w
 import numpy as np
 import pytest
@@ -96,14 +97,14 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         "session -1 of group 4",
     ),
     "tool result after the end": (
-        add(w.tool_result(2, 0), before="settled"),
+        add(u.tool_result(2, 0), before="settled"),
         "g2.s0 goes on after its end",
     ),
     "partial after the end": (
-        add(w.partial(2, 0, start=0, end=2), before="settled"),
+        add(u.partial(2, 0, start=0, end=2), before="settled"),
         "g2.s0 goes on after its end",
     ),
-    "tool result of an unknown group": (add(w.tool_result(9, 0)), "group 9 was never submitted"),
+    "tool result of an unknown group": (add(u.tool_result(9, 0)), "group 9 was never submitted"),
     # nothing skipped, nothing twice
     "trained twice": (
         lambda r: r[find(r, "taken", update=[2, 1])].fields.update(groups=[2]),
@@ -221,7 +222,8 @@ HARMLESS: dict[str, Edit] = {
         w.session_done(5, 0, version=2),
         *w.finished_group(6, version=2),
     ),
-    "partials and tools": add(w.submitted(4), w.partial(4, 0, start=0, end=3), w.tool_result(4, 0)),
+    "partials and tools": add(w.submitted(4), u.partial(4, 0, start=0, end=3), u.tool_result(4, 0)),
+    "a restart before anything else": add(w.submitted(4), u.session_restarted(4, 0)),
     "failed group evicted and replaced": add(
         w.submitted(4),
         w.settled(4, "failed"),

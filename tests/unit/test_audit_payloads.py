@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import audit_unfinished as u
 import audit_writer as w
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ INSANE_ROWS: dict[str, tuple[w.Rec, str]] = {
 def run_with(path: Path, record: w.Rec) -> Path:
     """Two groups that are open, and this record."""
     before = [w.published(0, step=0), w.published(1, step=0), w.submitted(0), w.submitted(1)]
+    before += [u.tool_result(0, 0)]
     return w.plain(path, lambda _: [*before, record])
 
 
@@ -218,14 +220,6 @@ INSANE: dict[str, tuple[w.Rec, str]] = {
         "lies at byte 6400",
     ),
     "no arrays named": (payload_of(arrays_as=7), "trajectories/g0.s0: "),
-    "partial of another length": (
-        w.partial(0, 0, start=0, end=5, count=2),
-        "2 token_ids, expected 5",
-    ),
-    "partial that ends before it starts": (
-        w.partial(0, 0, start=2, end=1, count=0),
-        "0 token_ids, expected -1",
-    ),
 }
 
 
@@ -233,12 +227,6 @@ INSANE: dict[str, tuple[w.Rec, str]] = {
 def test_insane_payload(tmp_path: Path, case: str) -> None:
     record, text = INSANE[case]
     assert_violation(run_with(tmp_path, record), text)
-
-
-def test_partial_with_a_negative_token(tmp_path: Path) -> None:
-    record = w.partial(0, 0, start=0, end=2)
-    record.arrays["token_ids"] = i4(1, -1)
-    assert_violation(run_with(tmp_path, record), "partial_tokens/g0.s0/0: a token is negative")
 
 
 def test_sessions_in_another_order(tmp_path: Path) -> None:
@@ -280,7 +268,7 @@ def test_payload_of_another_type(tmp_path: Path) -> None:
         (4, 1, "another record"),
     ],
 )
-@pytest.mark.parametrize("make", [w.session_done, w.partial])
+@pytest.mark.parametrize("make", [w.session_done, u.partial])
 def test_dangling_payload_reference_is_damage(
     tmp_path: Path, make: Callable[..., w.Rec], index: int, value: int, text: str
 ) -> None:

@@ -358,7 +358,7 @@ def test_newer_records_stop_the_reader(tmp_path: Path, header: dict[str, int]) -
 
 def test_unknown_type_stops_the_reader(tmp_path: Path) -> None:
     run = w.Run(tmp_path)
-    run.incarnation(1).control.append(20, key="x", fields={})
+    run.incarnation(1).control.append(21, key="x", fields={})
     with pytest.raises(FutureFormatError):
         audit_run(run.save())
 

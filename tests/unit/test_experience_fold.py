@@ -17,11 +17,9 @@ from perdure.core.records import (
     ControlRecord,
     Evaluated,
     IncarnationStarted,
-    Partial,
     PhaseStep,
     Redone,
     SegmentOpened,
-    ToolResult,
     UpdateFailed,
 )
 from perdure.experience.fold import ExperienceState, fold, rewound
@@ -154,8 +152,9 @@ def test_a_repeated_record_that_says_something_else_is_refused(
         (make.refilled(5, 4), "no prompt is owed"),
         (Redone(GlobalStep(3), "d", True, IncarnationNumber(1)), "only a step that was done"),
         (UpdateFailed(make.update_id(3), IncarnationNumber(1), "x"), "only a batch that was taken"),
-        (Partial(SessionId(GroupId(4), 0), 0, 4, make.REF), "illegal while finished"),
-        (ToolResult(SessionId(GroupId(4), 0), 0, 0, "calc", "4"), "illegal while finished"),
+        (make.tool_result(4, 0), "illegal while finished"),
+        (make.restarted(4, 0), "illegal while finished"),
+        (make.partials([(5, 2, 0, 4)]), "session 2 of a group with 2 sessions"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.key(),
 )
@@ -220,12 +219,11 @@ def test_finished_groups_are_offered_oldest_submission_first(state: ExperienceSt
     assert list(state.table.open()) == []
 
 
-def test_a_partial_sets_a_group_running_and_a_tool_result_does_not(state: ExperienceState) -> None:
-    apply_all(state, [make.submitted(0), make.submitted(1)])
-    apply_all(state, [ToolResult(SessionId(GroupId(0), 0), 0, 0, "calc", "4")])
-    apply_all(state, [Partial(SessionId(GroupId(1), 1), 0, 4, make.REF)])
+def test_what_a_session_leaves_sets_its_group_running(state: ExperienceState) -> None:
+    apply_all(state, [make.submitted(group) for group in range(4)])
+    apply_all(state, [make.tool_result(0, 0), make.partials([(1, 1, 0, 4)]), make.restarted(2, 0)])
     states = [group.state for group in state.table.open()]
-    assert states == [GroupState.PENDING, GroupState.RUNNING]
+    assert states == [GroupState.RUNNING] * 3 + [GroupState.PENDING]
     assert state.groups[GroupId(1)].missing == (
         SessionId(GroupId(1), 0),
         SessionId(GroupId(1), 1),

@@ -65,6 +65,9 @@ def audit_run(path: Path) -> AuditReport:
         "training.local_updates": training.updates,
         "training.sessions": sum(len(group.sessions) for group in groups.known.values()),
         "training.tokens": groups.tokens,
+        "unfinished.partial_tokens": groups.attempts.partial_tokens,
+        "unfinished.tool_results": groups.attempts.tool_results,
+        "unfinished.restarts": groups.attempts.restarts,
         "checkpoints.committed": checked,
         "checkpoints.bytes": size,
         "metrics.rows": len(rows),
@@ -77,8 +80,9 @@ def _fold(history: History, groups: Groups, training: Training) -> None:
         schema.SUBMITTED: groups.submit,
         schema.SESSIONS_DONE: groups.sessions_done,
         schema.SETTLED: groups.settle,
-        schema.PARTIAL: groups.partial,
+        schema.PARTIALS: groups.partials,
         schema.TOOL_RESULT: groups.tool_result,
+        schema.RESTARTED: groups.restarted,
         schema.TAKEN: training.take,
         schema.STEP_DONE: training.step_done,
         schema.REDONE: training.redone,
@@ -92,7 +96,7 @@ def _fold(history: History, groups: Groups, training: Training) -> None:
         schema.UPDATE_FAILED: training.update_failed,
     }
     for event in history.events:
-        if event.type == schema.SESSIONS_DONE:
+        if event.type in (schema.SESSIONS_DONE, schema.PARTIALS):
             training.check_versions(event)
         handler = handlers.get(event.type)
         if handler is not None and (not event.void or event.type == schema.PUBLISHED):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from perdure.audit.attempts import Attempts
 from perdure.audit.history import Event
 from perdure.audit.payloads import Payloads, packed_ids
 from perdure.audit.report import Findings
@@ -59,6 +60,7 @@ class Groups:
         self._refills: dict[int, Event] = {}
         self._prompts: dict[int, bytes | None] = {}
         self.known: dict[int, Group] = {}
+        self.attempts = Attempts(findings)
         self.tokens = 0
 
     def submit(self, event: Event) -> None:
@@ -70,7 +72,7 @@ class Groups:
     def sessions_done(self, event: Event) -> None:
         for row in event.rows:
             self._session_done(event, row)
-        self._payloads.check_sessions(event, self._prompts)
+        self.attempts.done(event, self._payloads.check_sessions(event, self._prompts))
 
     def _session_done(self, event: Event, row: int) -> None:
         session, reward = event.fields["sessions"][row], event.fields["rewards"][row]
@@ -87,26 +89,40 @@ class Groups:
             self._findings.violation(event.where, f"session {index} of group {number}", LIFE_RULE)
         group.sessions.add(index)
 
-    def partial(self, event: Event) -> None:
-        self._unfinished(event)
-        self._payloads.check_partial(event)
+    def partials(self, event: Event) -> None:
+        for row in event.rows:
+            self._unfinished(event, event.fields["sessions"][row])
+        self.attempts.partials(event, self._payloads.check_partials(event))
 
     def tool_result(self, event: Event) -> None:
-        self._unfinished(event)
+        self._unfinished(event, event.fields["session"])
+        self.attempts.tool_result(event)
 
-    def _unfinished(self, event: Event) -> None:
+    def restarted(self, event: Event) -> None:
+        self._unfinished(event, event.fields["session"])
+        self.attempts.restarted(event)
+
+    def _unfinished(self, event: Event, session: Sequence[int]) -> None:
         """Check the group and the session of a record that only an unfinished session writes."""
-        number, index = event.fields["session"]
+        number, index = session
         group = self._move(number, "session", event)
-        if group is not None and index in group.sessions:
-            key = session_key(event.fields["session"])
-            self._findings.violation(event.where, f"{key} goes on after its end", LIFE_RULE)
+        if group is None:
+            return
+        if not 0 <= index < group.submitted.fields["sessions"]:
+            self._findings.violation(event.where, f"session {index} of group {number}", LIFE_RULE)
+        if index in group.sessions:
+            self._findings.violation(
+                event.where, f"{session_key(session)} goes on after its end", LIFE_RULE
+            )
 
     def settle(self, event: Event) -> None:
         number, outcome = event.fields["group"], event.fields["outcome"]
         self._records["settled"] += 1
         group = self._move(number, outcome, event)
-        if group is None or outcome != "finished":
+        if group is None:
+            return
+        self.attempts.group_ended(number)
+        if outcome != "finished":
             return
         heapq.heappush(self._finished, number)
         missing = set(range(group.submitted.fields["sessions"])) - group.sessions

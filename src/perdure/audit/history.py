@@ -15,17 +15,20 @@ from perdure.audit.schema import (
     DECISIONS,
     KEYS,
     OPENED,
+    PARTIALS,
     ROW_COLUMNS,
-    SESSIONS_DONE,
     STARTED,
+    TOOL_RESULT,
     canonical,
     misfit,
+    partial_key,
     session_key,
 )
 from perdure.audit.segments import Record, Segment
 
 LINEAGE_RULE = "every incarnation goes on from the newest one before it that started"
 BASE_RULE = "a base position is the end of a record of an ancestor"
+CALL_RULE = "a tool call whose result is journaled is not made again"
 REPEAT_RULE = "an append that is repeated under its key says the same again"
 
 Fields = Mapping[str, Any]
@@ -39,7 +42,7 @@ _MAY_DIFFER = ("timings_s", "payload")
 class Event(NamedTuple):
     """A control record of the kept lineage, its first of its key.
 
-    ``rows`` are those of a SessionsDone whose session no earlier record counted.
+    ``rows`` are those that no earlier record counted, in a record that has rows.
     """
 
     type: int
@@ -59,7 +62,7 @@ class History:
         events: In order, void ones included.
         lineage: Incarnations, oldest first.
         positions: Ends of all control records of the lineage.
-        repeated: Records that only repeat an earlier one's key; of a SessionsDone, rows.
+        repeated: Records that only repeat an earlier one's key; of those with rows, rows.
     """
 
     events: tuple[Event, ...]
@@ -95,22 +98,25 @@ def read_history(log: RunLog, findings: Findings) -> History:
 
 
 class _Counted:
-    """The first record of every key, and the first row of every session."""
+    """The first record of every key, and the first row of every key of rows."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
         self._records: dict[str, Event] = {}
-        self._rows: dict[tuple[int, int], tuple[Event, int]] = {}
+        self._rows: dict[tuple[int, ...], tuple[Event, int]] = {}
         self.repeated = 0
 
     def fresh(self, event: Event) -> Event | None:
         """What of a record counts; None if all of it only repeats."""
-        if event.type == SESSIONS_DONE:
+        if event.type in ROW_COLUMNS:
             return self._fresh_rows(event)
         key = KEYS[event.type](event.fields)
         earlier = self._records.setdefault(key, event)
         if earlier is event:
             return event
+        if event.type == TOOL_RESULT:
+            what = f"{key} was journaled before at {earlier.where}"
+            self._findings.violation(event.where, what, CALL_RULE)
         same = [
             {name: value for name, value in record.fields.items() if name not in _MAY_DIFFER}
             for record in (earlier, event)
@@ -120,17 +126,16 @@ class _Counted:
 
     def _fresh_rows(self, event: Event) -> Event | None:
         fresh: list[int] = []
-        for row, (group, index) in enumerate(event.fields["sessions"]):
-            earlier, its_row = self._rows.setdefault((group, index), (event, row))
+        for row in range(len(event.fields["sessions"])):
+            earlier, its_row = self._rows.setdefault(_row_identity(event, row), (event, row))
             if earlier is event:
                 fresh.append(row)
                 continue
             same = [
-                {name: record.fields[name][at] for name in ROW_COLUMNS}
+                {name: record.fields[name][at] for name in ROW_COLUMNS[event.type]}
                 for record, at in ((earlier, its_row), (event, row))
             ]
-            key = f"session_done/{session_key((group, index))}"
-            self._check_repeat(key, earlier, event, says=same)
+            self._check_repeat(_row_key(event, row), earlier, event, says=same)
         return event._replace(rows=tuple(fresh)) if fresh else None
 
     def _check_repeat(
@@ -143,6 +148,19 @@ class _Counted:
                 f"{key} differs from its first record at {earlier.where}",
                 REPEAT_RULE,
             )
+
+
+def _row_identity(event: Event, row: int) -> tuple[int, ...]:
+    fields = event.fields
+    if event.type == PARTIALS:
+        return (*fields["sessions"][row], fields["attempts"][row], fields["starts"][row])
+    return tuple(fields["sessions"][row])
+
+
+def _row_key(event: Event, row: int) -> str:
+    if event.type == PARTIALS:
+        return f"partial/{partial_key(event.fields, row)}"
+    return f"session_done/{session_key(event.fields['sessions'][row])}"
 
 
 def _events(log: RunLog, number: int, findings: Findings) -> Iterator[Event]:

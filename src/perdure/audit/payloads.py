@@ -9,10 +9,11 @@ from typing import Any
 import xxhash
 
 from perdure.audit.history import Event
+from perdure.audit.partials import PartialTokens
 from perdure.audit.report import Findings
-from perdure.audit.schema import PARTIAL_TOKENS, TRAJECTORIES, misfit, session_key
+from perdure.audit.schema import PARTIAL_TOKENS, TRAJECTORIES, misfit, partial_key, session_key
 from perdure.audit.segments import ALIGNMENT, Record, Segment
-from perdure.audit.trajectories import Arrays, Trajectories, lengths_problem, token_faults
+from perdure.audit.trajectories import Arrays, Trajectories
 
 TRAJECTORIES_ARRAYS = {
     "prompt_ids": "<i4",
@@ -20,7 +21,7 @@ TRAJECTORIES_ARRAYS = {
     "logprobs": "<f4",
     "loss_mask": "|u1",
 }
-PARTIAL_ARRAYS = {"token_ids": "<i4", "logprobs": "<f4"}
+PARTIAL_ARRAYS = {"token_ids": "<i4", "logprobs": "<f4", "loss_mask": "|u1"}
 
 REFERENCE_RULE = "a payload reference leads to a valid record with that checksum"
 SANE_RULE = "a payload is whole and is what its control record says"
@@ -65,22 +66,28 @@ class Payloads:
             self._findings.violation(event.where, f"{key}: {problem}", SANE_RULE)
         return trajectories
 
-    def check_partial(self, event: Event) -> None:
-        """Check the tokens of a ``partial`` record."""
-        start, end = event.fields["start"], event.fields["end"]
-        key = f"partial_tokens/{session_key(event.fields['session'])}/{start}"
+    def check_partials(self, event: Event) -> PartialTokens | None:
+        """Check the tokens of a Partials record, all its rows at once.
+
+        Returns:
+            The tokens, unless they cannot be read; what is wrong goes to the findings.
+        """
+        key = f"partial_tokens/{partial_key(event.fields, 0)}"
         found = self._follow(event, type_=PARTIAL_TOKENS, key=key)
         if found is None:
-            return
+            return None
         try:
-            _, arrays = _contents(*found, expected=PARTIAL_ARRAYS)
-            problem = lengths_problem(arrays, {"token_ids": end - start, "logprobs": end - start})
-            faults = [] if problem else token_faults(arrays["token_ids"], arrays["logprobs"])
-            problem = problem or next((text for _, text in faults), "")
+            fields, arrays = _contents(*found, expected=PARTIAL_ARRAYS)
+            problem = misfit(PARTIAL_TOKENS, fields)
+            if problem:
+                raise ValueError(problem)
+            tokens = PartialTokens.of(fields, arrays, said=event.fields)
         except (KeyError, TypeError, ValueError) as error:
-            problem = str(error)
-        if problem:
+            self._findings.violation(event.where, f"{key}: {error}", SANE_RULE)
+            return None
+        for problem in tokens.problems(event.fields):
             self._findings.violation(event.where, f"{key}: {problem}", SANE_RULE)
+        return tokens
 
     def _follow(self, event: Event, *, type_: int, key: str) -> tuple[Segment, Record] | None:
         incarnation, number, offset, length, checksum = event.fields["payload"]

@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-OPENED, STARTED, SUBMITTED, SESSIONS_DONE, SETTLED, PARTIAL, TOOL_RESULT = range(1, 8)
+OPENED, STARTED, SUBMITTED, SESSIONS_DONE, SETTLED, PARTIALS, TOOL_RESULT = range(1, 8)
 TAKEN, STEP_DONE, REDONE, PUBLISHED, EVICTED, REFILLED, CHECKPOINTED = range(8, 15)
-COLLECT, EVALUATED, PHASE_STEP, UPDATE_FAILED, CLOSED = range(15, 20)
+COLLECT, EVALUATED, PHASE_STEP, UPDATE_FAILED, CLOSED, RESTARTED = range(15, 21)
 TRAJECTORIES, PARTIAL_TOKENS = 101, 102
 _LEDGER = (CHECKPOINTED, EVALUATED, PHASE_STEP, UPDATE_FAILED)
 DECISIONS = frozenset((TAKEN, STEP_DONE, REDONE, PUBLISHED, EVICTED, REFILLED, *_LEDGER))
@@ -49,8 +49,23 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
         "payload": QUINTUPLE,
     },
     SETTLED: {"group": INT, "outcome": TEXT, "reason": TEXT},
-    PARTIAL: {"session": PAIR, "start": INT, "end": INT, "payload": QUINTUPLE},
-    TOOL_RESULT: {"session": PAIR, "turn": INT, "call": INT, "tool": TEXT, "result": TEXT},
+    PARTIALS: {
+        "sessions": PAIRS,
+        "attempts": INTS,
+        "starts": INTS,
+        "ends": INTS,
+        "first_versions": INTS,
+        "last_versions": INTS,
+        "payload": QUINTUPLE,
+    },
+    TOOL_RESULT: {
+        "session": PAIR,
+        "attempt": INT,
+        "turn": INT,
+        "call": INT,
+        "tool": TEXT,
+        "result": TEXT,
+    },
     TAKEN: {
         "update": PAIR,
         "groups": INTS,
@@ -97,6 +112,7 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
     },
     UPDATE_FAILED: {"update": PAIR, "incarnation": INT, "error": TEXT},
     CLOSED: {"incarnation": INT, "reason": TEXT},
+    RESTARTED: {"session": PAIR, "attempt": INT, "reason": TEXT},
     TRAJECTORIES: {
         "sessions": PAIRS,
         "prompt_tokens": INTS,
@@ -104,14 +120,33 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
         "segments": TRIPLE_LISTS,
         "stop_reasons": TEXTS,
     },
+    PARTIAL_TOKENS: {
+        "sessions": PAIRS,
+        "attempts": INTS,
+        "starts": INTS,
+        "ends": INTS,
+        "segments": TRIPLE_LISTS,
+    },
 }
 """Fields of each type and what they hold."""
 
-ROW_COLUMNS = ("rewards", "stop_reasons", "tokens", "first_versions", "last_versions", "parts")
-"""What a row of a SessionsDone says of its session."""
+ROW_COLUMNS: Mapping[int, Sequence[str]] = {
+    SESSIONS_DONE: (
+        "rewards",
+        "stop_reasons",
+        "tokens",
+        "first_versions",
+        "last_versions",
+        "parts",
+    ),
+    PARTIALS: ("attempts", "starts", "ends", "first_versions", "last_versions"),
+}
+"""What a row of a record with rows says of its session."""
 
 COLUMNS: Mapping[int, Sequence[str]] = {
-    SESSIONS_DONE: ("sessions", *ROW_COLUMNS),
+    SESSIONS_DONE: ("sessions", *ROW_COLUMNS[SESSIONS_DONE]),
+    PARTIALS: ("sessions", *ROW_COLUMNS[PARTIALS]),
+    PARTIAL_TOKENS: ("sessions", "attempts", "starts", "ends", "segments"),
     TRAJECTORIES: ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons"),
 }
 """Fields with one element per row."""
@@ -166,6 +201,12 @@ def session_key(session: Sequence[int]) -> str:
     return f"g{session[0]}.s{session[1]}"
 
 
+def partial_key(fields: Mapping[str, Any], row: int) -> str:
+    """Session, attempt and first token of a row inside a key."""
+    session, attempt, start = (fields[name][row] for name in ("sessions", "attempts", "starts"))
+    return f"{session_key(session)}/{attempt}/{start}"
+
+
 def update_key(update: list[int]) -> str:
     """Text form of a local update inside a key."""
     return f"u{update[0]}.{update[1]}"
@@ -176,8 +217,10 @@ KEYS: Mapping[int, Callable[[Any], str]] = {
     SUBMITTED: lambda f: f"submitted/{f['group']}",
     SESSIONS_DONE: lambda f: f"sessions_done/{session_key(f['sessions'][0])}",
     SETTLED: lambda f: f"group_settled/{f['group']}",
-    PARTIAL: lambda f: f"partial/{session_key(f['session'])}/{f['start']}",
-    TOOL_RESULT: lambda f: f"tool_result/{session_key(f['session'])}/{f['turn']}/{f['call']}",
+    PARTIALS: lambda f: f"partials/{partial_key(f, 0)}",
+    TOOL_RESULT: lambda f: (
+        f"tool_result/{session_key(f['session'])}/{f['attempt']}/{f['turn']}/{f['call']}"
+    ),
     TAKEN: lambda f: f"taken/{update_key(f['update'])}",
     STEP_DONE: lambda f: f"step_done/{f['global_step']}",
     REDONE: lambda f: f"redone/{f['global_step']}/{f['incarnation']}",
@@ -190,8 +233,9 @@ KEYS: Mapping[int, Callable[[Any], str]] = {
     PHASE_STEP: lambda f: f"phase_step/{f['phase']}/{f['step']}",
     UPDATE_FAILED: lambda f: f"update_failed/{update_key(f['update'])}/{f['incarnation']}",
     CLOSED: lambda f: f"closed/{f['incarnation']}",
+    RESTARTED: lambda f: f"session_restarted/{session_key(f['session'])}/{f['attempt']}",
 }
-"""What the key in a record's header follows from; a SessionsDone counts by its rows instead."""
+"""What the key in a record's header follows from; one with rows counts by them instead."""
 
 
 def misfit(type_: int, fields: Mapping[str, Any]) -> str:

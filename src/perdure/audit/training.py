@@ -110,16 +110,16 @@ class Training:
                 DIGEST_RULE,
             )
 
-    def check_versions(self, sessions_done: Event) -> None:
-        """The sessions' versions were published before their tokens were logged."""
-        fields = sessions_done.fields
+    def check_versions(self, event: Event) -> None:
+        """The versions of sessions, done or partial, were published before their tokens."""
+        fields = event.fields
         first, last = fields["first_versions"], fields["last_versions"]
         if self._versions.keys() >= {*first, *last}:
             return
-        for row in sessions_done.rows:
+        for row in event.rows:
             for version in sorted({first[row], last[row]} - self._versions.keys()):
                 self._findings.violation(
-                    sessions_done.where,
+                    event.where,
                     f"{session_key(fields['sessions'][row])}: version {version} was not published",
                     VERSION_RULE,
                 )

@@ -106,15 +106,13 @@ class Trajectories:
                 yield row, problem
 
     def _rows_of(self, wrong_T: NDArray[np.bool_]) -> list[int]:
-        """Rows in which at least one token is wrong."""
-        positions = np.flatnonzero(wrong_T)
-        return np.unique(np.searchsorted(self.response_ends_N, positions, side="right")).tolist()
+        return rows_of(wrong_T, self.response_ends_N)
 
     def _segment_problems(self, done: Fields) -> Iterator[tuple[int, str]]:
         start = 0
         for row, end in enumerate(self.response_ends_N.tolist()):
             segments = self.fields["segments"][row]
-            problem = _cover_problem(segments, length=end - start)
+            problem = cover_problem(segments, end=end - start)
             versions = sorted({version for version, _, _ in segments})
             said = (done["first_versions"][row], done["last_versions"][row])
             if not problem and versions and (versions[0], versions[-1]) != said:
@@ -125,6 +123,12 @@ class Trajectories:
             if problem:
                 yield row, problem
             start = end
+
+
+def rows_of(wrong_T: NDArray[np.bool_], ends_N: Ints) -> list[int]:
+    """Rows in which at least one token is wrong."""
+    positions = np.flatnonzero(wrong_T)
+    return np.unique(np.searchsorted(ends_N, positions, side="right")).tolist()
 
 
 def lengths_problem(arrays: Arrays, counts: Mapping[str, int]) -> str:
@@ -148,10 +152,11 @@ def token_faults(tokens: memoryview, logprobs: memoryview) -> list[tuple[NDArray
     return [fault for fault in faults if fault[0].any()]
 
 
-def _cover_problem(segments: Sequence[Sequence[int]], *, length: int) -> str:
-    edge = 0
-    for _, start, end in segments:
-        if start != edge or end <= start:
-            return f"a segment from {start} to {end} follows token {edge}"
-        edge = end
-    return "" if edge == length else f"its segments end at {edge} of {length} tokens"
+def cover_problem(segments: Sequence[Sequence[int]], *, end: int, begin: int = 0) -> str:
+    """Why segments do not cover tokens ``begin`` to ``end``; empty if they do."""
+    edge = begin
+    for _, start, stop in segments:
+        if start != edge or stop <= start:
+            return f"a segment from {start} to {stop} follows token {edge}"
+        edge = stop
+    return "" if edge == end else f"its segments end at {edge} of {end} tokens"

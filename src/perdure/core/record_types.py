@@ -13,7 +13,7 @@ class RecordType(enum.IntEnum):
     SUBMITTED = 3
     SESSIONS_DONE = 4
     GROUP_SETTLED = 5
-    PARTIAL = 6
+    PARTIALS = 6
     TOOL_RESULT = 7
     TAKEN = 8
     STEP_DONE = 9
@@ -27,6 +27,7 @@ class RecordType(enum.IntEnum):
     PHASE_STEP = 17
     UPDATE_FAILED = 18
     CLOSED = 19
+    SESSION_RESTARTED = 20
     TRAJECTORIES = 101
     PARTIAL_TOKENS = 102
     TRANSITIONS = 103

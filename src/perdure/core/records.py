@@ -152,17 +152,45 @@ class GroupSettled:
 
 
 @dataclass(frozen=True, slots=True)
-class Partial:
-    """Tokens ``start`` (inclusive) to ``end`` (exclusive) of an unfinished session are durable."""
+class Partials:
+    """Some more tokens of unfinished sessions of any groups; they lie in ``payload``.
 
-    type: ClassVar[RecordType] = RecordType.PARTIAL
-    session: SessionId
-    start: int
-    end: int
+    Each row follows, without a gap, what its attempt has so far, and has an idempotency key of its
+    own: a row that counted before is ignored, the others count.
+    """
+
+    type: ClassVar[RecordType] = RecordType.PARTIALS
+    sessions: tuple[SessionId, ...]
+    """Each once; at least one."""
+    attempts: tuple[int, ...]
+    """From 0; a restart of the session begins the next."""
+    starts: tuple[int, ...]
+    """Response token with which each row begins."""
+    ends: tuple[int, ...]
+    """Token behind the last one of each row; no row is empty."""
+    first_versions: tuple[PolicyVersion, ...]
+    last_versions: tuple[PolicyVersion, ...]
     payload: PayloadRef
+    """A record with the same rows in the same order."""
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` if rows are missing, unequal in number, empty or twice there."""
+        columns = (self.attempts, self.starts, self.ends, self.first_versions, self.last_versions)
+        rows = len(self.sessions)
+        if not rows or any(len(column) != rows for column in columns):
+            raise ValueError(f"columns of unequal length beside {rows} sessions")
+        if len(set(self.sessions)) < rows:
+            raise ValueError("a session has two rows")
+        if not all(0 <= start < end for start, end in zip(self.starts, self.ends, strict=True)):
+            raise ValueError("a row without tokens")
+
+    def row_keys(self) -> list[str]:
+        """The idempotency key of each row."""
+        rows = zip(self.sessions, self.attempts, self.starts, strict=True)
+        return [f"partial/{session.key()}/{attempt}/{start}" for session, attempt, start in rows]
 
     def key(self) -> str:
-        return f"partial/{self.session.key()}/{self.start}"
+        return f"partials/{self.sessions[0].key()}/{self.attempts[0]}/{self.starts[0]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +199,31 @@ class ToolResult:
 
     type: ClassVar[RecordType] = RecordType.TOOL_RESULT
     session: SessionId
+    attempt: int
     turn: int
     call: int
     tool: str
     result: str
 
     def key(self) -> str:
-        return f"tool_result/{self.session.key()}/{self.turn}/{self.call}"
+        return f"tool_result/{self.session.key()}/{self.attempt}/{self.turn}/{self.call}"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRestarted:
+    """An unfinished session starts again from its prompt.
+
+    The tokens and tool results of its earlier attempts stay in the log and are not gone on from.
+    """
+
+    type: ClassVar[RecordType] = RecordType.SESSION_RESTARTED
+    session: SessionId
+    attempt: int
+    """The one that begins: the last one plus 1."""
+    reason: str
+
+    def key(self) -> str:
+        return f"session_restarted/{self.session.key()}/{self.attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +407,9 @@ ControlRecord = (
     | Submitted
     | SessionsDone
     | GroupSettled
-    | Partial
+    | Partials
     | ToolResult
+    | SessionRestarted
     | Taken
     | StepDone
     | Redone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,7 @@ class Trajectory:
         """Assert that lengths agree and that segments, none of them empty, cover the response."""
         length = len(self.response_ids_T)
         assert len(self.logprobs_T) == len(self.loss_mask_T) == length
-        end = 0
-        for segment in self.segments:
-            assert end == segment.start < segment.end
-            end = segment.end
-        assert end == length
+        _check_cover(self.segments, 0, length)
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +67,110 @@ class Trajectory:
             return first.version, first.version
         versions = [segment.version for segment in self.segments]
         return min(versions), max(versions)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialDelta:
+    """The newest tokens of an unfinished session. N tokens.
+
+    Attributes:
+        start: Response token with which they begin: where the session's attempt ended before.
+        token_ids_N: int32, generated tokens and tool output.
+        logprobs_N: float32, as those of a trajectory.
+        loss_mask_N: uint8, as that of a trajectory.
+        segments: Contiguous cover of ``start`` to ``end`` by policy version.
+        attempt: How often the session has started again.
+    """
+
+    session: SessionId
+    start: int
+    token_ids_N: Array
+    logprobs_N: Array
+    loss_mask_N: Array
+    segments: tuple[Segment, ...]
+    attempt: int = 0
+
+    @property
+    def end(self) -> int:
+        """Response token behind the last one."""
+        return self.start + len(self.token_ids_N)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.token_ids_N.nbytes + self.logprobs_N.nbytes + self.loss_mask_N.nbytes
+
+    def between(self, start: int, end: int) -> PartialDelta:
+        """The response tokens ``start`` to ``end`` of it; the arrays are views."""
+        part = slice(start - self.start, end - self.start)
+        return PartialDelta(
+            self.session,
+            start,
+            self.token_ids_N[part],
+            self.logprobs_N[part],
+            self.loss_mask_N[part],
+            joined_segments(
+                Segment(s.version, max(s.start, start), min(s.end, end)) for s in self.segments
+            ),
+            self.attempt,
+        )
+
+    def check(self) -> None:
+        """Assert that lengths agree and that segments, none of them empty, cover the tokens."""
+        assert len(self.logprobs_N) == len(self.loss_mask_N) == len(self.token_ids_N)
+        _check_cover(self.segments, self.start, self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPrefix:
+    """What an unfinished session has in the log: it goes on behind the last token. T tokens.
+
+    Attributes:
+        attempt: How often the session has started again.
+        response_ids_T: int32; empty if nothing was logged.
+        logprobs_T: float32.
+        loss_mask_T: uint8.
+        segments: Contiguous cover of 0..T by policy version.
+    """
+
+    session: SessionId
+    attempt: int
+    response_ids_T: Array
+    logprobs_T: Array
+    loss_mask_T: Array
+    segments: tuple[Segment, ...]
+
+    def between(self, start: int, end: int) -> PartialDelta:
+        """The tokens ``start`` to ``end`` of it; the arrays are views."""
+        whole = PartialDelta(
+            self.session,
+            0,
+            self.response_ids_T,
+            self.logprobs_T,
+            self.loss_mask_T,
+            self.segments,
+            self.attempt,
+        )
+        return whole.between(start, end)
+
+
+def joined_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    """Segments that follow one another, neighbours of one version in one, without empty ones."""
+    joined: list[Segment] = []
+    for segment in segments:
+        if segment.start >= segment.end:
+            continue
+        if joined and joined[-1].version == segment.version:
+            segment = Segment(segment.version, joined.pop().start, segment.end)
+        joined.append(segment)
+    return tuple(joined)
+
+
+def _check_cover(segments: Iterable[Segment], start: int, end: int) -> None:
+    for segment in segments:
+        assert start == segment.start < segment.end
+        start = segment.end
+    assert start == end
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from perdure.experience.age_policy import AgePolicy, Decision, SamplingRules, decide
 from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import RunInfo, create_run, read_run
+from perdure.experience.continuation import Begun
 from perdure.experience.finished import FinishedSession
 from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupEvent, GroupState
@@ -14,6 +15,7 @@ from perdure.experience.writer import LogOptions
 
 __all__ = [
     "AgePolicy",
+    "Begun",
     "ClaimedRun",
     "Decision",
     "ExperienceState",

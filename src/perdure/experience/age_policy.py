@@ -14,7 +14,7 @@ from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason
 from perdure.core.records import Submitted
 from perdure.experience.fold import ExperienceState
-from perdure.experience.groups import Group
+from perdure.experience.prompt_group import Group
 
 
 class AgePolicy(enum.Enum):

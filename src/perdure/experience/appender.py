@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from perdure.core.ids import LogPosition
-from perdure.core.records import ControlRecord, GroupSettled, SessionsDone
+from perdure.core.records import ControlRecord, GroupSettled, Partials, SessionsDone
 from perdure.experience.entries import Entry, PreparedEntry, prepare_entry
 from perdure.experience.fold import ExperienceState
+from perdure.experience.payloads import Payload
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 
@@ -40,6 +41,8 @@ class Appender:
         self._cache = cache
         self._unacknowledged: deque[_Batch] = deque()
         self._error: BaseException | None = None
+        self.partials: dict[str, Payload] = {}
+        """Partial tokens that are not acknowledged, by the key of their control record."""
 
     def append(self, records: Sequence[ControlRecord]) -> Future[LogPosition]:
         """Count and log records in one batch; those that counted before are left out.
@@ -53,6 +56,10 @@ class Appender:
     ) -> Future[LogPosition]:
         """Count and log sessions with their trajectories, then what settles groups."""
         return self._append([*sessions, *map(Entry, settled)])
+
+    def append_partials(self, partials: Sequence[Entry]) -> Future[LogPosition]:
+        """Count and log partial tokens in one batch."""
+        return self._append(partials)
 
     def wait_for_room(self) -> None:
         """Wait while too much is pending. Not while holding :attr:`lock`."""
@@ -86,6 +93,8 @@ class Appender:
                 for entry in batch.entries:
                     if isinstance(entry.control, SessionsDone):
                         self._cache.allow_drop(entry.control.sessions)
+                    elif isinstance(entry.control, Partials):
+                        del self.partials[entry.control.key()]
 
     def _append(self, entries: Sequence[Entry]) -> Future[LogPosition]:
         with self.lock:
@@ -98,10 +107,16 @@ class Appender:
                 for item in prepared:
                     if self._state.apply(None, _control(item.entry)):
                         fresh.append(item)
-                        self._cache.add(item.entry.trajectories)
+                        self._hold(item)
             finally:
                 future = self._write(fresh) if fresh else None
             return future or self._last()
+
+    def _hold(self, item: PreparedEntry) -> None:
+        """Keep tokens at hand until the log has them."""
+        self._cache.add(item.entry.trajectories)
+        if item.entry.payload is not None:
+            self.partials[item.key] = item.entry.payload
 
     def _write(self, prepared: list[PreparedEntry]) -> Future[LogPosition]:
         entries = [item.entry for item in prepared]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
-from perdure.core.records import ControlRecord, GroupSettled, Partial, SessionsDone
+from perdure.core.records import ControlRecord, GroupSettled, Partials, SessionsDone
 from perdure.core.trajectories import Trajectory
 from perdure.experience.format import prepare_record, prepare_referring_record
 from perdure.experience.packed import PackedTrajectories
@@ -194,6 +194,6 @@ def _joined(records: Sequence[SessionsDone]) -> SessionsDone:
 
 
 def _referring(control: ControlRecord) -> bytearray:
-    if not isinstance(control, SessionsDone | Partial):
+    if not isinstance(control, SessionsDone | Partials):
         raise ValueError(f"a record of type {control.type.name} refers to no payload")
     return prepare_referring_record(control.type, key=control.key(), fields=record_fields(control))

@@ -31,12 +31,13 @@ from perdure.core.records import (
     Evicted,
     GroupSettled,
     IncarnationStarted,
-    Partial,
+    Partials,
     PhaseStep,
     Published,
     Redone,
     Refilled,
     SegmentOpened,
+    SessionRestarted,
     SessionsDone,
     StepDone,
     Submitted,
@@ -46,9 +47,11 @@ from perdure.core.records import (
     is_void,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.groups import GROUP_RECORDS, Group, GroupTable, SessionBatch
+from perdure.experience.groups import GROUP_RECORDS, GroupTable
 from perdure.experience.lifecycle import GroupState
+from perdure.experience.prompt_group import Group, SessionBatch
 from perdure.experience.reader import Placed
+from perdure.experience.unfinished import PartialBatch
 
 _NO_VERSION = PolicyVersion(0)
 
@@ -91,6 +94,8 @@ class ExperienceState:
         self._positions: dict[str, LogPosition | None] = {}
         self._unplaced: dict[SessionId, SessionBatch] = {}
         """Sessions whose record is not durable yet, by the first of them."""
+        self._unplaced_partials: dict[str, PartialBatch] = {}
+        """By the key of their record."""
         self._unretired: list[UpdateId] = []
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             SegmentOpened: _nothing_to_count,
@@ -98,8 +103,8 @@ class ExperienceState:
             Closed: self.closed.append,
             Submitted: self.table.submit,
             GroupSettled: self.table.settle,
-            Partial: self._partial,
-            ToolResult: self._tool_result,
+            ToolResult: self.table.tool_result,
+            SessionRestarted: self.table.restart,
             Evicted: self.table.evict,
             Refilled: self.table.refill,
             Taken: self._take,
@@ -177,6 +182,8 @@ class ExperienceState:
         """
         if isinstance(record, SessionsDone):
             counts = self._sessions_done(position, record)
+        elif isinstance(record, Partials):
+            counts = self._partials(position, record)
         elif isinstance(record, GROUP_RECORDS):
             counts = not self.table.knows(record)
             if counts:
@@ -201,6 +208,8 @@ class ExperienceState:
             if isinstance(record, SessionsDone):
                 batch = self._unplaced.pop(record.sessions[0])
                 batch.payload, batch.first_row = entry.ref, entry.first_row
+            elif isinstance(record, Partials):
+                self._unplaced_partials.pop(record.key()).payload = entry.ref
             elif not isinstance(record, GROUP_RECORDS):
                 self._positions[record.key()] = entry.position
         self._advance(max([entry.position for entry in entries if entry.position is not None]))
@@ -242,6 +251,13 @@ class ExperienceState:
             self._unplaced[record.sessions[0]] = batch
         return counts
 
+    def _partials(self, position: LogPosition | None, record: Partials) -> bool:
+        batch = PartialBatch(record, None if position is None else record.payload)
+        counts = self.table.partials(batch)
+        if counts and position is None:
+            self._unplaced_partials[record.key()] = batch
+        return counts
+
     def _advance(self, position: LogPosition | None) -> None:
         if position is not None and (self.position is None or position > self.position):
             self.position = position
@@ -261,6 +277,9 @@ class ExperienceState:
                 group = self.table.live.get(record.group)
                 failed = record.outcome is GroupOutcome.FAILED
                 conflict = group is not None and (group.state is GroupState.FAILED) is not failed
+            case ToolResult():
+                group = self.table.live.get(record.session.group)
+                conflict = group is not None and group.contradicts(record)
             case Published():
                 conflict = self.published[record.version].digest != record.digest
             case _:
@@ -272,12 +291,6 @@ class ExperienceState:
                 rule="a record may be repeated, never replaced",
                 way_out="log a redone step as redone, changed weights under a new version",
             )
-
-    def _partial(self, record: Partial) -> None:
-        self.table.progress(record.session)
-
-    def _tool_result(self, record: ToolResult) -> None:
-        self.table.require_open(record.session)
 
     def _take(self, record: Taken) -> None:
         if record.update != self.next_update:

@@ -10,128 +10,31 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from perdure.core.errors import LifecycleError
-from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
+from perdure.core.ids import GroupId, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import (
     Evicted,
     GroupSettled,
-    Partial,
     Refilled,
-    SessionsDone,
+    SessionRestarted,
     Submitted,
     ToolResult,
 )
 from perdure.experience.changes import ChangeFeed, GroupChanges
 from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
+from perdure.experience.prompt_group import Group, Retired, SessionBatch
+from perdure.experience.unfinished import PartialBatch, Unfinished
 
-GroupRecord = Submitted | GroupSettled | Partial | ToolResult | Evicted | Refilled
+GroupRecord = Submitted | GroupSettled | ToolResult | SessionRestarted | Evicted | Refilled
 """Records that concern a single prompt group."""
-GROUP_RECORDS = (Submitted, GroupSettled, Partial, ToolResult, Evicted, Refilled)
-
-_ROWS = 2**32
-"""More than any record has."""
-
-
-@dataclass(slots=True)
-class SessionBatch:
-    """Sessions settled together; ``payload`` is None while they are not durable.
-
-    Attributes:
-        first_row: Row of the payload at which theirs begin.
-    """
-
-    record: SessionsDone
-    payload: PayloadRef | None
-    first_row: int = 0
-
-
-class SettledSession(NamedTuple):
-    """A session that is done: a row of a record."""
-
-    batch: SessionBatch
-    row: int
-
-    @property
-    def reward(self) -> float:
-        return self.batch.record.rewards[self.row]
-
-    @property
-    def first_version(self) -> PolicyVersion:
-        """Lowest policy version that generated some of it."""
-        return self.batch.record.first_versions[self.row]
-
-    @property
-    def last_version(self) -> PolicyVersion:
-        """Highest policy version that generated some of it."""
-        return self.batch.record.last_versions[self.row]
-
-
-@dataclass(slots=True)
-class Group:
-    """One prompt group.
-
-    Attributes:
-        reason: Why the group failed.
-        uniform: Finished with equal rewards in several sessions: nothing to learn from.
-        rewards: Session index → its settled reward.
-        keys: Idempotency keys of the group's own records that counted.
-    """
-
-    submitted: Submitted
-    state: GroupState = GroupState.PENDING
-    reason: str = ""
-    uniform: bool = False
-    rewards: dict[int, float] = field(default_factory=dict[int, float])
-    keys: set[str] = field(default_factory=set[str])
-    _batches: list[SessionBatch] = field(default_factory=list["SessionBatch"])
-    # Number of the batch and row in it. Of a million sessions the garbage collector has to look at
-    # everything but plain numbers.
-    _rows: dict[int, int] = field(default_factory=dict[int, int])
-
-    @property
-    def done(self) -> dict[int, SettledSession]:
-        """Session index → what settled it."""
-        return {index: self.settled(index) for index in self._rows}
-
-    def settled(self, index: int) -> SettledSession:
-        """What settled a session that is done."""
-        number, row = divmod(self._rows[index], _ROWS)
-        return SettledSession(self._batches[number], row)
-
-    def settle(self, index: int, batch: SessionBatch, row: int) -> None:
-        """A session is done."""
-        if not self._batches or self._batches[-1] is not batch:
-            self._batches.append(batch)
-        self._rows[index] = (len(self._batches) - 1) * _ROWS + row
-        self.rewards[index] = batch.record.rewards[row]
-
-    @property
-    def missing(self) -> tuple[SessionId, ...]:
-        """Sessions without a settled reward, by index."""
-        group, count = self.submitted.group, self.submitted.sessions
-        return tuple([SessionId(group, i) for i in range(count) if i not in self.rewards])
-
-
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """What stays of a group nobody needs any more."""
-
-    state: GroupState
-    done: int
-    """Bit i is set if session i was settled."""
-
-    def has(self, index: int) -> bool:
-        """Whether a session was settled; False for one that the group never had."""
-        return 0 <= index < self.done.bit_length() and bool(self.done >> index & 1)
+GROUP_RECORDS = (Submitted, GroupSettled, ToolResult, SessionRestarted, Evicted, Refilled)
 
 
 def group_of(record: GroupRecord) -> GroupId:
     """The group a record concerns (for a refill: the group it replaces)."""
-    if isinstance(record, Partial | ToolResult):
+    if isinstance(record, ToolResult | SessionRestarted):
         return record.session.group
     return record.replaces if isinstance(record, Refilled) else record.group
 
@@ -193,7 +96,7 @@ class GroupTable:
         if retired is None:
             return False
         match record:
-            case Partial() | ToolResult():
+            case ToolResult() | SessionRestarted():
                 return retired.has(record.session.index)
             case Evicted():
                 return retired.state is GroupState.EVICTED
@@ -272,6 +175,38 @@ class GroupTable:
         self.newest_version = newest
         return bool(fresh)
 
+    def unfinished(self, session: SessionId) -> Unfinished:
+        """What a session of an open group has left so far; not to be changed.
+
+        Raises:
+            LifecycleError: The session is unknown or done, or its group is terminal.
+        """
+        group = self.require_open(session)
+        if session.index in group.rewards:
+            raise _illegal(session.group, f"session {session.index} goes on after its end")
+        return group.unfinished.get(session.index) or Unfinished()
+
+    def partials(self, batch: PartialBatch) -> bool:
+        """Sessions left some more tokens; False if all of these counted before."""
+        record, newest = batch.record, self.newest_version
+        open_rows = [r for r, session in enumerate(record.sessions) if not self.is_settled(session)]
+        fresh = [r for r in open_rows if self.unfinished(record.sessions[r]).lacks(record, r)]
+        for row in fresh:
+            self._begin(record.sessions[row]).extend(batch, row)
+            newest = max(newest, record.last_versions[row])
+        self.newest_version = newest
+        return bool(fresh)
+
+    def tool_result(self, record: ToolResult) -> None:
+        """A session called a tool."""
+        self.unfinished(record.session).require_attempt(record)
+        self._begin(record.session).results[record.turn, record.call] = record
+
+    def restart(self, record: SessionRestarted) -> None:
+        """A session starts again from its prompt."""
+        self.unfinished(record.session).require_next(record)
+        self._begin(record.session).restart()
+
     def settle(self, record: GroupSettled) -> None:
         """A group becomes terminal."""
         group = self._live(record.group)
@@ -281,6 +216,7 @@ class GroupTable:
             raise _illegal(record.group, f"settled as finished without {missing[0].key()}")
         self._move(group, GroupEvent.FINISH if finished else GroupEvent.FAIL)
         group.reason = record.reason
+        group.unfinished.clear()
         del self._open[record.group]
         if finished:
             rewards = set(group.rewards.values())
@@ -361,6 +297,10 @@ class GroupTable:
         assert self.counts[GroupState.EVICTED] == sum(self.evictions.values())
         for group in self.live.values():
             assert all(0 <= i < group.submitted.sessions for i in group.rewards)
+            assert not group.unfinished.keys() & group.rewards.keys()
+            assert group.state is GroupState.RUNNING or not group.unfinished
+            for unfinished in group.unfinished.values():
+                unfinished.check()
             if group.state not in (*OPEN, GroupState.FAILED):
                 assert not group.missing
 
@@ -382,6 +322,11 @@ class GroupTable:
             self.counts[after] += 1
             group.state = after
             self.feed.add(group.submitted.group)
+
+    def _begin(self, session: SessionId) -> Unfinished:
+        group = self.live[session.group]
+        self._move(group, GroupEvent.PROGRESS)
+        return group.unfinished.setdefault(session.index, Unfinished())
 
     def _check_index(self, group: Group, session: SessionId) -> None:
         if not 0 <= session.index < group.submitted.sessions:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +25,9 @@ _FEW = 2**27
 """So many tokens certainly fit into a record."""
 _MAX_MAPS = 64
 _MAX_PARSED = 16
-_IDS = np.dtype("<i4")
-_LOGPROBS = np.dtype("<f4")
-_MASK = np.dtype("|u1")
+IDS = np.dtype("<i4")
+LOGPROBS = np.dtype("<f4")
+MASK = np.dtype("|u1")
 
 
 class Payload(NamedTuple):
@@ -57,9 +57,9 @@ def _is_plain(trajectory: Trajectory) -> bool:
     logprobs, mask = trajectory.logprobs_T, trajectory.loss_mask_T
     session = trajectory.session
     return (
-        prompt.dtype is response.dtype is _IDS
-        and logprobs.dtype is _LOGPROBS
-        and mask.dtype is _MASK
+        prompt.dtype is response.dtype is IDS
+        and logprobs.dtype is LOGPROBS
+        and mask.dtype is MASK
         and prompt.ndim == response.ndim == logprobs.ndim == mask.ndim == 1
         and len(prompt) + len(response) < _FEW
         and _is_number(session.group)
@@ -81,30 +81,43 @@ def _require_arrays(trajectory: Trajectory) -> None:
             " 4 GiB"
         )
     arrays = (
-        (trajectory.prompt_ids_P, _IDS),
-        (trajectory.response_ids_T, _IDS),
-        (trajectory.logprobs_T, _LOGPROBS),
-        (trajectory.loss_mask_T, _MASK),
+        (trajectory.prompt_ids_P, IDS),
+        (trajectory.response_ids_T, IDS),
+        (trajectory.logprobs_T, LOGPROBS),
+        (trajectory.loss_mask_T, MASK),
     )
+    require_arrays(trajectory.session, arrays)
+
+
+def require_arrays(session: SessionId, arrays: Iterable[tuple[Array, np.dtype[Any]]]) -> None:
+    """Raises ``TypeError`` for an array that is not of its type or has several axes."""
     for array, dtype in arrays:
         if array.dtype is not dtype and not np.can_cast(array.dtype, dtype, "equiv"):
-            raise TypeError(f"an array of {trajectory.session.key()} is {array.dtype}, not {dtype}")
+            raise TypeError(f"an array of {session.key()} is {array.dtype}, not {dtype}")
         if array.ndim != 1:
-            raise TypeError(f"an array of {trajectory.session.key()} has {array.ndim} axes, not 1")
+            raise TypeError(f"an array of {session.key()} has {array.ndim} axes, not 1")
 
 
-def _require_numbers(trajectory: Trajectory) -> None:
-    session = trajectory.session
-    numbers = [session.group, session.index]
-    for segment in trajectory.segments:
-        numbers += (segment.version, segment.start, segment.end)
-    for number in numbers:
+def require_numbers(session: SessionId, numbers: Iterable[int]) -> None:
+    """Raises ``TypeError`` or ``ValueError`` for what is no number that a record can hold."""
+    for number in (session.group, session.index, *numbers):
         if type(number) is not int:
             raise TypeError(f"{number!r} in {session.key()} is {type(number).__name__}, not int")
         if not 0 <= number <= MAX_NUMBER:
             raise ValueError(f"{number} in {session.key()} is not between 0 and {MAX_NUMBER}")
+
+
+def _require_numbers(trajectory: Trajectory) -> None:
+    session = trajectory.session
+    require_numbers(session, numbers_of(trajectory.segments))
     if type(trajectory.stop_reason) is not StopReason:
         raise TypeError(f"the stop reason of {session.key()} is {trajectory.stop_reason!r}")
+
+
+def numbers_of(segments: Iterable[Segment]) -> Iterator[int]:
+    """Versions and bounds."""
+    for segment in segments:
+        yield from (segment.version, segment.start, segment.end)
 
 
 class TrajectoryColumns(NamedTuple):

@@ -12,7 +12,7 @@ from perdure.core.record_types import RecordType, Stream
 from perdure.core.records import (
     ControlRecord,
     IncarnationStarted,
-    Partial,
+    Partials,
     Published,
     SessionsDone,
     is_void,
@@ -135,13 +135,20 @@ def kept_records(
         if limit is not None and is_void(record, position, limit):
             void += 1
             continue
-        keys = record.sessions if isinstance(record, SessionsDone) else (record.key(),)
+        keys = _keys_of(record)
         if seen.issuperset(keys):
             duplicates += 1
             continue
         seen.update(keys)
         kept.append((position, record))
     return kept, void, duplicates
+
+
+def _keys_of(record: ControlRecord) -> Sequence[str | SessionId]:
+    """The idempotency keys of a record: those of its rows, if it has rows."""
+    if isinstance(record, SessionsDone):
+        return record.sessions
+    return record.row_keys() if isinstance(record, Partials) else (record.key(),)
 
 
 def _void_beyond(starts: Sequence[IncarnationStarted]) -> Mapping[int, LogPosition]:
@@ -207,7 +214,7 @@ def _check_references(
         for span in extent.payload
     }
     for position, record in placed:
-        if not isinstance(record, SessionsDone | Partial):
+        if not isinstance(record, SessionsDone | Partials):
             continue
         ref = record.payload
         view = views.get((ref.incarnation, ref.segment))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perdure.core.errors import LifecycleError
 from perdure.core.ids import (
@@ -30,18 +30,30 @@ from perdure.core.records import (
     Evicted,
     GroupSettled,
     IncarnationStarted,
-    Partial,
+    Partials,
     Refilled,
     SegmentOpened,
+    SessionRestarted,
     SessionsDone,
     Submitted,
     Taken,
+    ToolResult,
 )
 from perdure.core.storage_api import Storage
-from perdure.core.trajectories import RewardedGroup, Trajectory
+from perdure.core.trajectories import (
+    PartialDelta,
+    RewardedGroup,
+    SessionPrefix,
+    Trajectory,
+)
 from perdure.experience.appender import Appender
 from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import Claim, RunInfo
+from perdure.experience.continuation import (
+    Begun,
+    Continuations,
+    require_loggable_result,
+)
 from perdure.experience.finished import (
     FinishedSession,
     PackedSessions,
@@ -50,25 +62,28 @@ from perdure.experience.finished import (
     session_entries,
 )
 from perdure.experience.fold import ExperienceState
-from perdure.experience.groups import Group
 from perdure.experience.lifecycle import OPEN, GroupState
+from perdure.experience.partials import partial_entries, require_loggable_delta
 from perdure.experience.payloads import PayloadReader
+from perdure.experience.prompt_group import Group
 from perdure.experience.step_metrics import metrics_of_step
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 
-_NOT_BY_HAND = (SegmentOpened, IncarnationStarted, Closed, SessionsDone, Partial)
+_NOT_BY_HAND = (SegmentOpened, IncarnationStarted, Closed, SessionsDone, Partials, ToolResult)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
     """A group that is not terminal: its prompt, and the sessions still to be run.
 
-    With no session missing, all that is left is to settle it.
+    With no session missing, all that is left is to settle it. ``begun`` are those of the missing
+    ones that have something in the log; ``prefix`` and ``tool_results`` say what.
     """
 
     submitted: Submitted
     missing: tuple[SessionId, ...]
+    begun: Mapping[SessionId, Begun] = field(default_factory=dict[SessionId, Begun])
 
 
 class ExperienceStore:
@@ -94,6 +109,9 @@ class ExperienceStore:
         self._reader = PayloadReader(storage)
         self._cache = TrajectoryCache(cache_bytes)
         self._appender = Appender(state, writer, cache=self._cache)
+        self._continuations = Continuations(
+            state.table, appender=self._appender, reader=self._reader
+        )
         self._lock = self._appender.lock
 
     @property
@@ -178,6 +196,57 @@ class ExperienceStore:
             if entry is not None and not known:
                 return self._appender.append_sessions([entry], settled=settled)
         return self.sessions_done(sessions.unpacked(), settled=settled)
+
+    def partials(self, deltas: Sequence[PartialDelta]) -> Future[LogPosition]:
+        """Log the newest tokens of unfinished sessions, of any groups, in one batch.
+
+        What the log has already is compared and left out; so is a session that is done. A session
+        goes on from the last token of this that is acknowledged.
+
+        Raises:
+            LifecycleError: A session is unknown, its group is terminal, or tokens leave a gap, say
+                something else than the log, or are of an attempt that was given up.
+            DamagedError: What the log has cannot be read for the comparison.
+            TypeError, ValueError: An array or a number is not what a record can hold, or a session
+                occurs twice; nothing was logged.
+        """
+        for delta in deltas:
+            require_loggable_delta(delta)
+        if len({delta.session for delta in deltas}) < len(deltas):
+            raise ValueError("a session occurs twice among partial tokens")
+        self._appender.wait_for_room()
+        with self._lock:
+            self._appender.require_healthy()
+            return self._appender.append_partials(
+                partial_entries(self._continuations.lacking(deltas))
+            )
+
+    def tool_result(self, record: ToolResult) -> Future[LogPosition]:
+        """Journal the result of a tool call; use it only when the future has resolved.
+
+        Raises:
+            LifecycleError: The session is unknown or done, its group is terminal, the call has
+                another result in the log, or its attempt is not the session's newest.
+            TypeError, ValueError: A field is not what a record can hold, or the result is longer
+                than ``MAX_RESULT_CHARACTERS``; nothing was logged.
+        """
+        require_loggable_result(record)
+        self._appender.wait_for_room()
+        return self._appender.append([record])
+
+    def restart_session(
+        self, session: SessionId, *, attempt: int, reason: str
+    ) -> Future[LogPosition]:
+        """Let an unfinished session start again from its prompt.
+
+        The tokens and tool results of its earlier attempts stay in the log; nobody goes on from
+        them. ``attempt`` is the one that begins, the last one plus 1.
+
+        Raises:
+            LifecycleError: The session is unknown or done, its group is terminal, or another
+                attempt is the next.
+        """
+        return self.append(SessionRestarted(session, attempt, reason))
 
     def settle(
         self, group: GroupId, outcome: GroupOutcome, reason: str = ""
@@ -282,7 +351,32 @@ class ExperienceStore:
     def open_groups(self) -> list[OpenGroup]:
         """Groups that are not terminal, oldest first: what a restart dispatches again."""
         with self._lock:
-            return [OpenGroup(g.submitted, g.missing) for g in self.state.table.open()]
+            return [_open_group(group) for group in self.state.table.open()]
+
+    def prefix(self, session: SessionId) -> SessionPrefix:
+        """Where an unfinished session goes on: :meth:`prefixes` of one."""
+        return self.prefixes([session])[session]
+
+    def prefixes(self, sessions: Sequence[SessionId]) -> dict[SessionId, SessionPrefix]:
+        """What unfinished sessions have in the log, or on the way to it; empty where nothing is.
+
+        Many at once cost less: every record is read and verified once.
+
+        Raises:
+            LifecycleError: A session is unknown or done, or its group is terminal.
+            DamagedError: Tokens that were logged cannot be read. They are not taken for absent.
+        """
+        with self._lock:
+            return self._continuations.prefixes(sessions)
+
+    def tool_results(self, session: SessionId) -> dict[tuple[int, int], ToolResult]:
+        """Journaled results of an unfinished session's newest attempt, by ``(turn, call)``.
+
+        Raises:
+            LifecycleError: The session is unknown or done, or its group is terminal.
+        """
+        with self._lock:
+            return dict(self.state.table.unfinished(session).results)
 
     def rewarded_group(self, group: GroupId) -> RewardedGroup:
         """Trajectories and rewards of a finished group, in session order.
@@ -370,3 +464,9 @@ class ExperienceStore:
         assert batch.payload is not None, "what is not durable stays in the cache"
         row += batch.first_row
         return self._reader.trajectory(batch.payload, row=row, session=session)
+
+
+def _open_group(group: Group) -> OpenGroup:
+    number = group.submitted.group
+    begun = {SessionId(number, i): Begun.of(some) for i, some in sorted(group.unfinished.items())}
+    return OpenGroup(group.submitted, group.missing, begun)
