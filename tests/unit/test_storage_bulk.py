@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -113,6 +114,25 @@ def test_a_file_that_exists_is_never_written_into(
     with pytest.raises(OSError, match=os.strerror(errno.ENOENT)):
         process.write(str(tmp_path / "absent/image"), shared.memory, 0, 10)
     assert path.read_bytes() == b"kept"
+
+
+def test_checksums_that_end_early_are_no_file(tmp_path: Path, shared: Shared) -> None:
+    """Whatever ends the thread that computes them, no sums of a part of the file come back."""
+    read_only = [memoryview(bytes(bulk.CHUNK_BYTES))] * 2
+    with memoryview(shared.map) as memory, pytest.raises(OSError, match="read-only"):
+        bulk.write_image(str(tmp_path / "image"), memory, bulk.CHUNK_BYTES + 1, buffers=read_only)
+
+
+def test_without_a_thread_nothing_is_written(
+    tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with memoryview(shared.map) as memory, pytest.raises(OSError, match="new thread"):
+        bulk.write_image(str(tmp_path / "image"), memory, 10)
+    assert not (tmp_path / "image").exists()
 
 
 def test_the_process_writes_and_checks_what_lies_in_shared_memory(

@@ -78,10 +78,11 @@ def write_image(
         OSError: The file system refused; a part of the file may be there.
     """
     source = _Source(data if isinstance(data, list) else [data], size, bool(buffers))
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    direct = _open_direct(path) if source.whole_blocks and size else -1
     feed = _Feed(source, buffers, chunk_sums=chunk_sums)
+    descriptor = direct = -1
     try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        direct = _open_direct(path) if source.whole_blocks and size else -1
         _allocate(descriptor, aligned(size))
         for start, blocks in feed:
             if direct >= 0 and not _write_direct(direct, blocks, start):
@@ -90,13 +91,14 @@ def write_image(
             if direct < 0:
                 _write(descriptor, blocks[: size - start], start)
             progress()
+        feed.require_whole()
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
         feed.close()
-        os.close(descriptor)
-        if direct >= 0:
-            os.close(direct)
+        for opened in (descriptor, direct):
+            if opened >= 0:
+                os.close(opened)
     return feed.sums()
 
 
@@ -139,11 +141,15 @@ class _Feed:
             self._free.put(buffer)
         self._copies = bool(buffers)
         self._closed = False
+        self._failed = ""
         self._whole = xxhash.xxh3_128()
         self._chunk_sums = chunk_sums
         self._chunks: list[str] = []
         self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise OSError(errno.EAGAIN, str(error)) from error
 
     def __iter__(self) -> Generator[tuple[int, memoryview]]:
         """``(offset, blocks)``; the blocks are used up when the next ones are asked for."""
@@ -159,24 +165,34 @@ class _Feed:
         self._free.put(None)
         self._thread.join()
 
+    def require_whole(self) -> None:
+        """Raise ``OSError`` if something ended the thread before the last piece."""
+        if self._failed:
+            raise OSError(errno.EIO, f"the checksums ended early ({self._failed})")
+
     def sums(self) -> ImageSums:
         """Those of all pieces."""
         return ImageSums(self._whole.hexdigest(), tuple(self._chunks))
 
     def _run(self) -> None:
         try:
-            for start, end in self._source.ends():
-                blocks = self._blocks(start, end)
-                if blocks is None or self._closed:
-                    return
-                piece = blocks[: self._source.size - start]
-                self._whole.update(piece)
-                if self._chunk_sums:
-                    # An object, not the one-shot function, so that other threads may run meanwhile.
-                    self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
-                self._ready.put((start, blocks))
+            self._pass_on()
+        except Exception as error:  # noqa: BLE001 - raised by the one who takes the pieces
+            self._failed = repr(error)
         finally:
             self._ready.put(None)
+
+    def _pass_on(self) -> None:
+        for start, end in self._source.ends():
+            blocks = self._blocks(start, end)
+            if blocks is None or self._closed:
+                return
+            piece = blocks[: self._source.size - start]
+            self._whole.update(piece)
+            if self._chunk_sums:
+                # An object, not the one-shot function, so that other threads may run meanwhile.
+                self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
+            self._ready.put((start, blocks))
 
     def _blocks(self, start: int, end: int) -> memoryview | None:
         """The chunk, in a buffer if there are any; None once nobody wants it any more."""
@@ -292,9 +308,11 @@ def _open_direct(path: str, mode: int = os.O_WRONLY) -> int:
 
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve the blocks at once; a file system that cannot gives them as they are written."""
-    if size and _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+    while size and _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
-        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return
+        if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
 
 
