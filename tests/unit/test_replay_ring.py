@@ -215,6 +215,17 @@ def test_the_same_draws_whatever_the_segments() -> None:
     assert one["value"].min() >= 22
 
 
+@pytest.mark.parametrize("number", [-1, 0, 3, 9, 12])
+def test_rows_that_are_not_there_are_refused(number: int) -> None:
+    replay = small_ring(8)
+    replay.append(rows(0, 12))
+    if 4 <= number < 12:
+        assert replay.rows(np.array([number]))["value"][0] == number
+    else:
+        with pytest.raises(ConfigError, match="rows 4 to 11 are there"):
+            replay.rows(np.array([number, 5]))
+
+
 def test_samples_are_copies() -> None:
     ring = small_ring()
     ring.append(rows(0, 5))

@@ -162,9 +162,20 @@ class ReplayRing:
         return rng.integers(self._head, self._total, count)
 
     def rows(self, numbers: Array) -> dict[str, Array]:
-        """Copies of the rows with these numbers, each from ``head`` to ``total``."""
+        """Copies of the rows with these numbers, each from ``head`` to ``total``.
+
+        Raises:
+            ConfigError: One of them is not there, or no longer.
+            DamagedError: Stored bytes are wrong.
+        """
         numbers = np.asarray(numbers, np.int64)
-        assert not numbers.size or self._head <= numbers.min() <= numbers.max() < self._total
+        if numbers.size and not self._head <= numbers.min() <= numbers.max() < self._total:
+            raise ConfigError(
+                f"rows {numbers.min()} to {numbers.max()} were asked for",
+                where="replay",
+                rule=f"rows {self._head} to {self._total - 1} are there; older ones are gone",
+                way_out="use the numbers of a draw before more rows are appended",
+            )
         out = {name: np.empty((len(numbers), *shape), t) for name, t, shape in self.columns}
         segments = self._all_segments()
         starts = np.array([segment.first for segment in segments], np.int64)
