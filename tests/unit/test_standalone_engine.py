@@ -95,6 +95,17 @@ def test_a_second_loop_without_anything_saved_is_refused() -> None:
         script.run()
 
 
+def test_an_iterator_dropped_late_leaves_the_next_loop_alone() -> None:
+    storage = MemoryStorage()
+    script = Script(storage)
+    old = script.engine.steps(40)
+    for _ in range(12):
+        next(old)
+    script.engine.close()
+    script.run(each=lambda step: old.close() if step == 20 else None)
+    assert committed(storage)[-1] == 40
+
+
 def test_parts_are_not_aliased_by_what_was_loaded() -> None:
     storage = MemoryStorage()
     Script(storage).run(20)
@@ -283,6 +294,17 @@ def test_manual_loops_have_the_same_safe_points() -> None:
     assert committed(storage)[-1] == 8
     with pytest.raises(ConfigError, match="before the run was opened"):
         engine.complete_step()
+
+
+def test_a_step_after_the_last_one_is_refused() -> None:
+    script = Script(MemoryStorage())
+    script.engine.start(2)
+    script.engine.complete_step()
+    script.engine.complete_step()
+    with pytest.raises(ConfigError, match="after the last one, 2"):
+        script.engine.complete_step()
+    script.engine.close()
+    assert committed(script.storage) == [2]
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from typing import Any
+
 import pytest
-from standalone_loops import Script, crashed, uninterrupted
+from standalone_loops import Script, crash_at, crashed, uninterrupted
 from tier_cases import memory_objects
 
 from perdure.checkpoint.tier import RemoteUnavailableError
 from perdure.core.errors import ConfigError
+from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.storage import MemoryStorage
 
 
@@ -44,6 +49,37 @@ def test_a_store_that_does_not_answer_is_not_an_empty_one() -> None:
         script.run()
     assert script.engine.step == 0
     assert not script.storage.exists("run.json")
+
+
+def test_a_second_loop_of_one_process_goes_on_shipping() -> None:
+    objects = memory_objects()
+    script = crashed(MemoryStorage(), 12, remote=objects)
+    script.run()
+    status = script.engine.remote_status()
+    assert status is not None
+    assert status.behind_checkpoints == 0
+    assert resumed(objects).engine.restored_from is not None
+
+
+def test_a_pull_that_was_killed_goes_on_with_the_same_script() -> None:
+    for hit in itertools.count(1):
+        objects, storage = memory_objects(), MemoryStorage()
+        crashed(MemoryStorage(), 12, remote=objects)
+        plan = FaultPlan([FaultRule(FaultPoint.REMOTE_FILE_PULLED, hit, FaultAction.RAISE)])
+        with contextlib.suppress(InjectedFault):
+            Script(storage, remote=objects, faults=plan).run(each=crash_at(1))
+        if not plan.fired:
+            break
+        assert resumed(objects, storage.open_as_new_process()).engine.step == 10
+    assert hit > 5
+
+
+def resumed(objects: Any, storage: MemoryStorage | None = None) -> Script:
+    """Restored, and stopped before it does anything."""
+    script = Script(storage or MemoryStorage(), remote=objects)
+    script.engine.start()
+    script.engine.close()
+    return script
 
 
 def test_an_address_that_is_none_is_refused_at_once() -> None:

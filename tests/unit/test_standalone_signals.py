@@ -13,8 +13,28 @@ from typing import Any
 import pytest
 from standalone_loops import WAIT_S, Gate, Script, StillClock, committed, full_at, uninterrupted
 
+from perdure.core.components import ComponentState
 from perdure.core.faults import FaultPoint
 from perdure.storage import MemoryStorage
+
+
+class Counted:
+    """A part that says how often it has changed, and changes when it is looked at."""
+
+    schema_version = 1
+
+    def __init__(self) -> None:
+        self.state_version = 0
+        self.changes = 0
+
+    def state(self) -> ComponentState:
+        if self.changes:
+            self.changes -= 1
+            self.state_version += 2
+        return ComponentState(values={"n": 1})
+
+    def load(self, state: ComponentState, schema_version: int) -> None:
+        pass
 
 
 def terminate(step: int) -> Any:
@@ -111,6 +131,65 @@ class TestSigterm:
         with pytest.raises(SystemExit):
             script.run(each=terminate(3))
         assert "step 3 is NOT saved" in script.events.warnings()[-1]
+
+    def test_a_state_that_keeps_changing_is_not_called_saved(self) -> None:
+        storage, state = MemoryStorage(), Counted()
+        script = Script(storage)
+        script.engine.register(state=state)
+
+        def each(step: int) -> None:
+            if step == 7:
+                state.state_version = 1
+                terminate(7)(step)
+
+        with pytest.raises(SystemExit):
+            script.run(each=each)
+        assert committed(storage) == []
+        assert "step 7 is NOT saved" in script.events.warnings()[-1]
+
+    def test_a_torn_copy_is_made_again(self) -> None:
+        storage, state = MemoryStorage(), Counted()
+        script = Script(storage)
+        script.engine.register(state=state)
+
+        def each(step: int) -> None:
+            if step == 7:
+                state.changes = 1
+                terminate(7)(step)
+
+        with pytest.raises(SystemExit):
+            script.run(each=each)
+        assert committed(storage) == [7]
+        assert "checkpoint_skipped" in script.events.names()
+        assert "step 7 is saved" in script.events.warnings()[-1]
+
+    def test_a_state_that_cannot_be_stored_is_not_called_saved(self) -> None:
+        script = Script(MemoryStorage())
+
+        def each(step: int) -> None:
+            if step == 7:
+                script.counters["x"] = object()  # type: ignore[assignment]
+                terminate(7)(step)
+
+        with pytest.raises(SystemExit):
+            script.run(each=each)
+        assert "counters" in script.events.warnings()[-2]
+        assert "step 7 is NOT saved" in script.events.warnings()[-1]
+
+    def test_during_the_last_save_it_is_not_forgotten(self) -> None:
+        storage = MemoryStorage()
+
+        class DuringTheLast:
+            def reach(self, point: FaultPoint) -> None:
+                if point is FaultPoint.CHECKPOINT_STAGED and script.engine.step == 40:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        script = Script(storage, faults=DuringTheLast())
+        with pytest.raises(SystemExit) as left:
+            script.run()
+        assert left.value.code == 143
+        assert committed(storage)[-1] == 40
+        assert "step 40 is saved" in script.events.warnings()[-1]
 
     def test_workers_forked_inside_the_loop_die_of_it(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"

@@ -41,16 +41,18 @@ class Keep:
     best: Best | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
+        if not _is_count(self.last):
             raise _refused(
-                f"is {self.last}", "keep", "at least 1: the last verified one is never deleted"
+                f"is {self.last!r}",
+                "keep",
+                "a number, at least 1: the last verified one is never deleted",
             )
-        if self.every is not None and self.every < 1:
-            raise _refused(f"is {self.every}", "keep.every", "at least 1 step")
+        if self.every is not None and not _is_count(self.every):
+            raise _refused(f"is {self.every!r}", "keep.every", "at least 1 step")
         best = self.best
         if best is None:
             return
-        if not best.metric or best.mode not in ("min", "max") or best.count < 1:
+        if not best.metric or best.mode not in ("min", "max") or not _is_count(best.count):
             raise _refused(
                 f"is {(best.metric, best.mode, best.count)}",
                 "keep.best",
@@ -95,6 +97,10 @@ def keep(
     if best is not None and len(best) != 3:
         raise _refused(f"is {best}", "keep.best", "three values: metric, min or max, how many")
     return Keep(last, every, None if best is None else Best(*best))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 MetricsOf = Callable[[Checkpointed], Metrics | None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from perdure.checkpoint.image_files import WriterKind
 from perdure.checkpoint.keep import Keep
@@ -42,6 +42,13 @@ class CheckpointOptions:
                 where="checkpoint.arenas",
                 rule="1 or 2 copies of the state fit into memory while one is written",
                 way_out="set it to 2, or to 1 to save memory",
+            )
+        if self.writer not in get_args(WriterKind):
+            raise ConfigError(
+                f"is {self.writer!r}",
+                where="checkpoint.writer",
+                rule="a process of its own writes, or a thread, or what suits the size",
+                way_out="use one of " + ", ".join(get_args(WriterKind)),
             )
 
     @property

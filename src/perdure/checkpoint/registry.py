@@ -22,7 +22,8 @@ RESTORE_ORDER: tuple[Kind, ...] = get_args(Kind)
 LEGACY = "legacy"
 """Folder of pickles inside a checkpoint's directory."""
 
-_NAME = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,200}(/[A-Za-z0-9_-]{1,200})*")
+"""Between two slashes it becomes the name of a file, of which most file systems take 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Registry:
         """Add a component.
 
         Args:
-            name: Letters, digits, ``_`` and ``-``, nested with ``/``; stored in the manifest.
+            name: Letters, digits, ``_`` and ``-``, nested with ``/``, up to 200 between.
             component: The part itself; it is asked for its state at every save.
             kind: Decides the folder of its tensors and its turn when restoring.
             required: Whether a checkpoint without it is refused when restoring.
@@ -88,7 +89,7 @@ class Registry:
             raise ConfigError(
                 "cannot be the name of a component",
                 where=repr(name),
-                rule="names consist of letters, digits, _ and -, nested with /",
+                rule="names consist of letters, digits, _ and -, nested with /, up to 200 between",
                 way_out="choose another name",
             )
         if kind not in RESTORE_ORDER:

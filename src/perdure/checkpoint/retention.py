@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from perdure.checkpoint.keep import Keep, Metrics
 from perdure.checkpoint.ledger import CommitLedger
-from perdure.checkpoint.manifest import CHECKPOINTS, LATEST, MANIFEST, directory_path
+from perdure.checkpoint.manifest import CHECKPOINTS, MANIFEST, directory_path
 from perdure.checkpoint.segments.store import SEGMENTS, SUFFIX, SegmentStore, files
 from perdure.checkpoint.verification import QUARANTINE, committed_manifest
 from perdure.core.errors import DamagedError, FutureFormatError, StorageError
 from perdure.core.faults import FaultHook, FaultPoint
+from perdure.core.ids import CheckpointName
 from perdure.core.records import Checkpointed, Collect
 from perdure.core.storage_api import Storage
 
@@ -58,12 +59,15 @@ def present(storage: Storage, committed: Iterable[Checkpointed]) -> list[Checkpo
 
 
 def orphans(storage: Storage, committed: Iterable[Checkpointed]) -> tuple[str, ...]:
-    """Directories without manifest and without commit: saves that were cut off."""
+    """Directories without manifest and without commit: saves that were cut off.
+
+    What is not called like a checkpoint is not one, and nothing to be deleted.
+    """
     names = {record.directory for record in committed}
     return tuple(
         name
         for name in storage.list(CHECKPOINTS)
-        if name != LATEST
+        if CheckpointName.could_name(name)
         and name not in names
         and not storage.exists(f"{CHECKPOINTS}/{name}/{MANIFEST}")
     )
@@ -136,19 +140,26 @@ def named_segments(storage: Storage, *, but: Collection[str] = ()) -> set[str]:
     """
     named: set[str] = set()
     for directory in storage.list(CHECKPOINTS):
-        if directory not in but and directory != LATEST:
+        if directory not in but:
             named |= _named_in(storage, f"{CHECKPOINTS}/{directory}/{MANIFEST}")
     for name in storage.list(QUARANTINE):
-        if not name.endswith(".json"):
-            named |= _named_in(storage, f"{QUARANTINE}/{name}/{MANIFEST}")
+        named |= _named_in(storage, f"{QUARANTINE}/{name}/{MANIFEST}")
     return named
 
 
 def orphan_segments(storage: Storage, committed: Sequence[Checkpointed]) -> tuple[str, ...]:
     """Segments that nothing names: saves that were cut off have left them.
 
-    None, if a committed checkpoint is not where it should be: somebody may put it back.
+    None, if a committed checkpoint is not where it should be: somebody may put it back; and none,
+    if a manifest cannot be read now.
     """
+    try:
+        return _orphan_segments(storage, committed)
+    except StorageError:
+        return ()
+
+
+def _orphan_segments(storage: Storage, committed: Sequence[Checkpointed]) -> tuple[str, ...]:
     present_ones = {record.directory for record in present(storage, committed)}
     if any(
         record.directory not in present_ones and not _is_set_aside(storage, record)
@@ -169,6 +180,8 @@ def _is_set_aside(storage: Storage, record: Checkpointed) -> bool:
 def _named_in(storage: Storage, manifest: str) -> set[str]:
     """Every path of a segment that the bytes of a manifest hold, whether it is whole or not."""
     try:
+        if not storage.exists(manifest):
+            return set()
         return {path.decode() for path in _SEGMENT_PATH.findall(storage.read(manifest))}
     except FileNotFoundError:
         return set()

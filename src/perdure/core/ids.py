@@ -94,3 +94,11 @@ class CheckpointName:
         """Name below ``checkpoints/``: ``step-00000010-2`` (``warm-…`` for the warm start)."""
         prefix = "warm" if self.phase == "warm" else "step"
         return f"{prefix}-{self.step:08d}-{self.incarnation}"
+
+    @staticmethod
+    def could_name(directory: str) -> bool:
+        """Whether a checkpoint's directory can be called so; all others are somebody else's."""
+        return _CHECKPOINT.fullmatch(directory) is not None
+
+
+_CHECKPOINT = re.compile(r"(step|warm)-\d{8,}-\d+")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perdure.checkpoint.manifest import CHECKPOINTS, MANIFEST, decode_manifest
-from perdure.core.errors import DamagedError, FutureFormatError
+from perdure.core.errors import DamagedError, FutureFormatError, StorageError
 from perdure.core.ids import LogPosition
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
@@ -23,11 +23,11 @@ def check_log_reaches_checkpoints(storage: Storage) -> None:
     run_id = read_run(storage).run_id
     for name in storage.list(CHECKPOINTS):
         path = f"{CHECKPOINTS}/{name}/{MANIFEST}"
-        if not storage.exists(path):
-            continue
         try:
+            if not storage.exists(path):
+                continue
             info = decode_manifest(storage.read(path), where=path).info
-        except (DamagedError, FutureFormatError):
+        except (DamagedError, FutureFormatError, StorageError):
             continue
         if info.lineage.get("run_id") == run_id:
             _require_written(storage, info.position, name)

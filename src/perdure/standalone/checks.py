@@ -39,6 +39,17 @@ def check_restored(
     return mismatches
 
 
+def check_mirrors(parts: Parts) -> None:
+    """Look every declared copy up, so that a wrong name is learned of before the first restart.
+
+    Raises:
+        ConfigError: There is no such part or value.
+    """
+    for mirror in parts.mirrors:
+        parts.value_at(mirror.source)
+        parts.value_at(mirror.copy)
+
+
 def _mismatches(parts: Parts) -> Iterator[str]:
     if tree.torch_module() is not None:
         yield from torch_parts().rate_mismatches(parts.named)

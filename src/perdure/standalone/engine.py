@@ -9,14 +9,16 @@ from types import TracebackType
 from typing import NoReturn, Self, Unpack
 
 from perdure.checkpoint import CheckpointOptions, Choice, Kind
+from perdure.checkpoint.checkpointer import MUST_TRIES
 from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.tier import ObjectStore, TierStatus
 from perdure.core.clock import SystemClock
 from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
 from perdure.core.faults import NoFaults
-from perdure.standalone.checks import check_restored
-from perdure.standalone.options import EngineOptions
-from perdure.standalone.policy import SavePolicy, SaveTrigger, every
+from perdure.standalone import refusals
+from perdure.standalone.checks import check_mirrors, check_restored
+from perdure.standalone.options import GRACE_S, EngineOptions, require_valid
+from perdure.standalone.policy import SavePolicy, SaveTrigger, every, whole
 from perdure.standalone.registration import Mirror, Parts
 from perdure.standalone.remote import Remote
 from perdure.standalone.run import OpenRun, RestoredFrom, Restoring, World, log_event, open_run
@@ -42,6 +44,9 @@ class CheckpointEngine:
         remote: ``s3://bucket/prefix``, one prefix per run: everything committed is shipped there,
             and fetched from there when ``run_dir`` is empty.
         options: See :class:`EngineOptions`.
+
+    Raises:
+        ConfigError: An option that does not exist, or a value that it cannot have.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class CheckpointEngine:
         remote: str | ObjectStore | None = None,
         **options: Unpack[EngineOptions],
     ) -> None:
+        own = ("save", "keep", "required", "remote")
+        require_valid(options, save=save, required=required, listed=own)
         clock = options.get("clock") or SystemClock()
         faults = options.get("faults") or NoFaults()
         events = options.get("events") or log_event
@@ -187,27 +194,32 @@ class CheckpointEngine:
             SystemExit: With code 143, after SIGTERM and its save.
         """
         self.start(total, change_total=change_total)
-        finished = False
+        run, finished = self._run, False
         try:
             while self.step < self._parts.progress.total:
                 yield self.step + 1
                 self.complete_step()
             finished = True
         finally:
-            self._end(finished=finished)
+            # An iterator that is dropped late must not end the loop that came after it.
+            if self._run is run:
+                self._end(finished=finished)
 
     def start(self, total: int | None = None, *, change_total: bool = False) -> None:
         """Claim the run and restore: what :meth:`steps` does first. Raises as :meth:`steps`."""
         self._require_closed("start")
+        total = whole(total, where="steps()")
         self._parts.require_known(self._parts.accepted)
         self.restored_from = None
         self._parts.progress.step = self._parts.progress.total = 0
 
         def restored(choice: Choice | None) -> None:
             if choice is None and self._started_before:
-                raise _moved_on(self._world.run_dir)
+                raise refusals.moved_on(self._world.run_dir)
             self._set_total(total, change=change_total)
-            if choice is not None:
+            if choice is None:
+                check_mirrors(self._parts)
+            else:
                 check = self._options.get("sanity")
                 mismatches = check_restored(self._parts, sanity=check, events=self._world.events)
                 self.restored_from = RestoredFrom(
@@ -236,12 +248,15 @@ class CheckpointEngine:
         """Say that a step is complete: the safe point, for loops that cannot use :meth:`steps`.
 
         Raises:
-            ConfigError: A part holds what a checkpoint cannot store.
+            ConfigError: A part holds what a checkpoint cannot store; there was no step left; this
+                is a fork of the process that opened the run.
             FencedError: Another process has taken the run over.
             StorageError: This was the last step, and it could not be saved.
             SystemExit: With code 143, after SIGTERM and its save.
         """
         run, trigger = self._started()
+        if self.step >= self._parts.progress.total:
+            raise refusals.no_step_left(self.step)
         self._parts.progress.step += 1
         now_s = self._world.clock.monotonic_s()
         trigger.step_completed(now_s, saving=run.saver.pending > 0)
@@ -251,6 +266,8 @@ class CheckpointEngine:
             self._save_and_stop(run)
         if self.step == self._parts.progress.total:
             run.stage(self._parts.progress, metrics=self._finite_metrics(), must=True)
+            if self.stopping:
+                self._stop(saved=True)
             return
         requested = self._save_requested or self._signals.save_requested
         decision = trigger.decide(self.step, now_s)
@@ -299,28 +316,39 @@ class CheckpointEngine:
 
     def _save_and_stop(self, run: OpenRun) -> NoReturn:
         """Save within what is left of the grace period, hand the signal on, and leave the loop."""
-        signals = self._signals
-        assert signals.stop_requested_s is not None
-        deadline_s = signals.stop_requested_s + self._options.get("grace_s", 30.0)
+        stop_requested_s = self._signals.stop_requested_s
+        assert stop_requested_s is not None
+        deadline_s = stop_requested_s + self._options.get("grace_s", GRACE_S)
+        saved = False
         try:
-            left_s = deadline_s - self._world.clock.monotonic_s()
-            if run.saver.wait(max(0.0, left_s)) and run.stage(
-                self._parts.progress, metrics=self._finite_metrics(), must=False
-            ):
-                run.saver.wait(max(0.0, deadline_s - self._world.clock.monotonic_s()))
+            saved = self._saved_by(deadline_s, run)
         except PerdureError as error:
             self._warn(f"SIGTERM: the save before the end failed ({error})")
-        saved = run.saver.pending == 0 and run.saver.last_error is None
+        self._stop(saved=saved)
+
+    def _saved_by(self, deadline_s: float, run: OpenRun) -> bool:
+        """Save the present state; whether it was durable in time. A torn copy is made again."""
+        clock = self._world.clock
+        for _ in range(MUST_TRIES):
+            if not run.saver.wait(max(0.0, deadline_s - clock.monotonic_s())):
+                return False
+            if run.stage(self._parts.progress, metrics=self._finite_metrics(), must=False):
+                ended = run.saver.wait(max(0.0, deadline_s - clock.monotonic_s()))
+                return ended and run.saver.last_error is None
+        return False
+
+    def _stop(self, *, saved: bool) -> NoReturn:
         kept = "is saved" if saved else "is NOT saved, the checkpoint before it stays"
         self._warn(f"SIGTERM: step {self.step} {kept}; start the same script again to go on")
-        signals.hand_on()
+        self._signals.hand_on()
         raise SystemExit(StoppedError.exit_code)
 
     def _end(self, *, finished: bool) -> None:
-        self._signals.put_back()
         run, self._run = self._run, None
-        if run is None:
+        if run is None or self._signals.forked:
+            # A worker forked inside the loop leaves it: the run is its parent's.
             return
+        self._signals.put_back()
         if finished:
             run.close("finished")
         else:
@@ -347,11 +375,9 @@ class CheckpointEngine:
 
     def _started(self) -> tuple[OpenRun, SaveTrigger]:
         if self._run is None or self._trigger is None:
-            raise ConfigError(
-                "a step was completed before the run was opened",
-                where="complete_step()",
-                way_out="loop over engine.steps(total), or call engine.start(total) first",
-            )
+            raise refusals.not_opened()
+        if self._signals.forked:
+            raise refusals.forked(self._world.run_dir)
         return self._run, self._trigger
 
     def _require_closed(self, method: str) -> None:
@@ -365,12 +391,3 @@ class CheckpointEngine:
 
     def _warn(self, message: str) -> None:
         self._world.events("warning", {"message": message})
-
-
-def _moved_on(run_dir: Path) -> ConfigError:
-    return ConfigError(
-        "nothing was saved yet, and the registered parts have been trained already",
-        where=str(run_dir),
-        rule="a second loop in one process goes on from what the first one has saved",
-        way_out="start the script again, or make the parts and the engine anew",
-    )

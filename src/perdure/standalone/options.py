@@ -1,19 +1,25 @@
-"""What few scripts need to set."""
+"""The options of a script's engine, looked at before anything is opened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
 from perdure.checkpoint import Migrations
 from perdure.checkpoint.image_files import WriterKind
 from perdure.core.clock import Clock
+from perdure.core.errors import ConfigError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
+from perdure.core.names import hint
 from perdure.core.storage_api import Storage
+from perdure.standalone.policy import SavePolicy
 
 Check = Callable[[dict[str, Any]], object]
 """A sanity check: gets copies of the registered objects by name; False or an exception refuses."""
+
+GRACE_S = 30.0
 
 
 class EngineOptions(TypedDict, total=False):
@@ -49,3 +55,38 @@ class EngineOptions(TypedDict, total=False):
     clock: Clock
     faults: FaultHook
     storage: Storage
+
+
+def require_valid(
+    options: Mapping[str, Any], *, save: object, required: object, listed: Iterable[str]
+) -> None:
+    """Refuse what would be noticed only when it is needed, hours later.
+
+    Args:
+        options: Those given.
+        save: When to save, or None.
+        required: Names.
+        listed: Names of the engine's other arguments, for the hint at a misspelt option.
+
+    Raises:
+        ConfigError: An option that does not exist, or a value that it cannot have.
+    """
+    for name in options:
+        if name not in EngineOptions.__annotations__:
+            known = (*EngineOptions.__annotations__, *listed)
+            raise _refused(name, "is not an option", "options are known by name", hint(name, known))
+    if not isinstance(save, SavePolicy | None):
+        way_out = "write save=every(steps=2000, minutes=20)"
+        raise _refused("save", f"is {save!r}", "made by every(…)", way_out)
+    names = {"required": required, **{key: options.get(key) for key in ("accept_changes", "cold")}}
+    for name, value in names.items():
+        if isinstance(value, str):
+            rule = "a list of names: a text would be taken letter by letter"
+            raise _refused(name, f"is {value!r}", rule, f"write {name}=[{value!r}]")
+    grace_s = options.get("grace_s", GRACE_S)
+    if not isinstance(grace_s, int | float) or not (grace_s >= 0 and math.isfinite(grace_s)):
+        raise _refused("grace_s", f"is {grace_s!r}", "seconds, 0 or more", "leave it out: 30 s")
+
+
+def _refused(where: str, what: str, rule: str, way_out: str) -> ConfigError:
+    return ConfigError(what, where=where, rule=rule, way_out=way_out)

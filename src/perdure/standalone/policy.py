@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from typing import SupportsFloat, SupportsIndex
 
 from perdure.core.errors import ConfigError
 
@@ -43,8 +44,12 @@ def every(
             slower while a save is written). Saves that cost more are made less often.
 
     Raises:
-        ConfigError: Nothing is set, or a bound is out of range.
+        ConfigError: Nothing is set, or a bound is no number or out of range.
     """
+    steps = whole(steps, where="save")
+    for name, value in (("minutes", minutes), ("seconds", seconds), ("budget", budget)):
+        if not isinstance(value, SupportsFloat | None) or isinstance(value, bool):
+            raise _refused(f"{name} = {value!r}", "a number")
     period_s = None if minutes is None and seconds is None else 60 * (minutes or 0) + (seconds or 0)
     if steps is None and period_s is None:
         raise _refused("neither steps nor a time is set", "a save needs a trigger")
@@ -55,6 +60,20 @@ def every(
     if not 0 < budget <= 1:
         raise _refused(f"budget = {budget:g}", "above 0 and at most 1, a share of the time")
     return SavePolicy(steps, period_s, budget)
+
+
+def whole(value: object, *, where: str) -> int | None:
+    """A number of steps, whatever its type. Raises ``ConfigError``: negative, or not whole."""
+    if value is None:
+        return None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool) and value.__index__() >= 0:
+        return value.__index__()
+    raise ConfigError(
+        f"{value!r} steps",
+        where=where,
+        rule="steps are counted: a whole number",
+        way_out="write it without a fraction, for example int(1e6)",
+    )
 
 
 def _refused(what: str, rule: str) -> ConfigError:

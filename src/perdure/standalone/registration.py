@@ -224,9 +224,9 @@ def _is_checkpointable(held: object) -> bool:
 
 def _is_immutable(held: object) -> bool:
     """Whether no other value can be put into the object itself."""
-    return isinstance(held, np.generic) or not (
-        isinstance(held, dict | list) or hasattr(held, "shape") or hasattr(held, "maxlen")
-    )
+    if isinstance(held, np.generic) or tree.is_read_only(held):
+        return True
+    return not (isinstance(held, dict | list) or hasattr(held, "shape") or hasattr(held, "maxlen"))
 
 
 def _kind_of_data(held: object) -> Kind:
@@ -234,6 +234,8 @@ def _kind_of_data(held: object) -> Kind:
 
 
 def _why(held: object) -> str:
+    if tree.is_read_only(held):
+        return " that is read-only, so it cannot change in place: copy it, or put it into a dict"
     if tree.is_data(held):
         return f" ({held!r}), which cannot change in place: put it into a dict"
     return ""

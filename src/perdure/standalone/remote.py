@@ -17,7 +17,7 @@ from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
 from perdure.core.ids import IncarnationNumber
 from perdure.core.storage_api import Storage
-from perdure.experience.claims import read_run
+from perdure.experience.claims import RUN_FILE
 
 
 class Remote:
@@ -44,19 +44,18 @@ class Remote:
             RemoteUnavailableError: The store does not answer; it may hold the run.
             DamagedError: What it holds cannot be brought back whole.
         """
+        if storage.exists(RUN_FILE):
+            return
+        # What a pull that was cut short has left is no run yet: pulling again goes on.
         try:
-            read_run(storage)
+            pull(storage, self._objects, context=self._context)
         except NothingToResumeError:
-            try:
-                pull(storage, self._objects, context=self._context)
-            except NothingToResumeError:
-                return
+            return
 
     def start(
         self, storage: Storage, *, ledger: CommitLedger, incarnation: IncarnationNumber
     ) -> RemoteTier:
-        """Begin to ship. Once."""
-        assert self._tier is None, "shipping begins once"
+        """Begin to ship, under this incarnation; what was shipped under an earlier one is there."""
         self._tier = RemoteTier(
             storage, self._objects, ledger=ledger, incarnation=incarnation, context=self._context
         )

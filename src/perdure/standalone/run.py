@@ -34,7 +34,18 @@ ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE)
 """Directories where a killed process may have left a temporary file."""
 
 _log = logging.getLogger("perdure")
-_LOUD = frozenset(("warning", "checkpoint_damaged", "checkpoint_failed", "checkpoint_skipped"))
+_LOUD = frozenset(
+    (
+        "warning",
+        "checkpoint_damaged",
+        "checkpoint_failed",
+        "checkpoint_skipped",
+        "checkpoint_writer_lost",
+        "segment_damaged",
+        "remote_failed",
+        "remote_fenced",
+    )
+)
 
 
 def log_event(name: str, fields: dict[str, object]) -> None:

@@ -29,11 +29,15 @@ class SignalRequests:
         self._previous: dict[int, _Handler] = {}
         self._process = os.getpid()
 
+    @property
+    def forked(self) -> bool:
+        """Whether this is a fork of the process that listens."""
+        return os.getpid() != self._process
+
     def listen(self) -> bool:
         """Install the handlers; False outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        self._process = os.getpid()
         for number, handler in ((signal.SIGTERM, self._stop), (signal.SIGUSR1, self._save)):
             self._previous[number] = signal.signal(number, handler)
         return True
@@ -56,7 +60,7 @@ class SignalRequests:
             previous(signal.SIGTERM, None)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process or self.stop_requested_s is not None:
+        if self.forked or self.stop_requested_s is not None:
             self._as_before(number, frame)
             return
         self.stop_requested_s = self._clock.monotonic_s()

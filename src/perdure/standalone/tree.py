@@ -96,7 +96,8 @@ def taken_over(live: Any, stored: Any, path: str = "") -> Any:
     """What to hold instead of ``live`` to have ``stored``: ``live`` itself wherever it can be.
 
     Arrays, tensors, dictionaries, lists and deques stay the objects they are. A dictionary may have
-    grown since it was made, and so may an array along its first axis.
+    grown since it was made, and so may an array along its first axis. Inside of something, a
+    read-only array is replaced.
 
     Raises:
         ValueError: A key of the live dictionary is not stored, or a kind, shape or type differs.
@@ -198,7 +199,8 @@ def _join_marked(mark: str, held: Any, tensors: Mapping[str, Any]) -> Any:
 
 def _into_array(live: Any, stored: Any, path: str) -> Any:
     same_type = live.dtype == stored.dtype
-    if same_type and live.shape == stored.shape:
+    same_shape = live.shape == stored.shape
+    if same_type and same_shape and not is_read_only(live):
         if is_tensor(live):
             with torch_module().no_grad():
                 live.copy_(stored)
@@ -206,12 +208,17 @@ def _into_array(live: Any, stored: Any, path: str) -> Any:
             np.copyto(live, stored)
         return live
     grows = path and live.ndim and live.ndim == stored.ndim and live.shape[1:] == stored.shape[1:]
-    if same_type and grows:
+    if same_type and (grows or (path and same_shape)):
         return stored.to(live.device) if is_tensor(live) else stored
     raise ValueError(
         f"{path or 'it'} is {tuple(stored.shape)} {stored.dtype} in the checkpoint and "
         f"{tuple(live.shape)} {live.dtype} here"
     )
+
+
+def is_read_only(value: object) -> bool:
+    """Whether it is an array that nothing can be copied into, as of another library's buffer."""
+    return isinstance(value, np.ndarray) and not value.flags.writeable
 
 
 def _into_mapping(live: dict[Any, Any], stored: dict[Any, Any], path: str) -> dict[Any, Any]:
