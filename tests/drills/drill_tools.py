@@ -20,6 +20,19 @@ from perdure.storage import PosixStorage
 HERE = Path(__file__).parent
 RECIPE = HERE / "drill_recipe.yaml"
 KILLED = -9
+ANCHORED = (
+    "learner.old_logprobs=anchor",
+    "trainer.local_updates_per_step=4",
+    "learner.importance.mode=truncate",
+    "rollout.top_p=0.8",
+    "learner.algorithm=reinforce++",
+    "learner.kl.placement=reward",
+    "learner.entropy_coef=0.01",
+    "learner.lr=0.003",
+)
+"""Four local updates a step against the policy of its start, two mini-batches each. Entropy and
+the penalty in the reward make every batch move the weights; truncated sampling makes importance
+weights other than 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from perdure.core.trajectories import RewardedGroup
 from perdure.learner.batch import UpdateBatch
 from perdure.learner.config import LearnerConfig
 from perdure.learner.signals import Signals, set_advantages
+from perdure.learner.witness import NO_TRUNCATION, Witness
 
 GROUP = RewardedGroup(
     0,
@@ -28,6 +29,7 @@ def signals_of(
     signals = Signals(
         old_logprobs_M=torch.tensor(OLD),
         old_is_current=False,
+        witness=Witness(3, NO_TRUNCATION, torch.device("cpu")),
         reference_M=torch.tensor(REFERENCE) if reference else None,
         values_M=None if values is None else torch.tensor(values),
         advantages_M=torch.zeros(3),

@@ -18,6 +18,7 @@ from learner_cases import (
 )
 
 from perdure.core.errors import ConfigError, TrainingError
+from perdure.core.ids import PolicyVersion
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.learner.config import LearnerConfig
 from perdure.learner.local import LearnerSetup, LocalLearner
@@ -184,12 +185,15 @@ def test_mismatch_is_the_distance_to_the_engine(settings: dict[str, Any]) -> Non
     learner = make_learner(settings, model=model)
     with torch.no_grad():
         distance = torch.cat([logprobs_alone(model, one) - logged for one in group.trajectories])
-    metrics = learner.local_update(update_id(1), [group]).metrics
+    metrics = learner.local_update(update_id(1), [group], version=PolicyVersion(1)).metrics
+    assert metrics["mismatch_tokens"] == 3
+    assert "off_policy_tokens" not in metrics
     assert metrics["mismatch_mean"] == pytest.approx(distance.abs().mean().item(), rel=1e-4)
     assert metrics["mismatch_max"] == pytest.approx(distance.abs().max().item(), rel=1e-4)
     assert metrics["mismatch_kl"] == pytest.approx(
         (distance.exp() - 1 - distance).mean().item(), rel=1e-3
     )
+    assert metrics["mismatch_k1"] == pytest.approx(-distance.mean().item(), rel=1e-4)
 
 
 def test_reference_is_frozen_when_training_begins() -> None:

@@ -9,6 +9,7 @@ from perdure.models import (
     ValueModel,
     digest_weights,
     init_weights,
+    parameter_count,
     weights_of,
 )
 from perdure.models.digest import as_array
@@ -46,6 +47,14 @@ def test_heads_follow_from_the_other_fields() -> None:
 def test_impossible_shapes_are_refused(changed: dict[str, int]) -> None:
     with pytest.raises(ValidationError):
         ModelConfig.model_validate(CONFIG.model_dump() | changed)
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"tie_embeddings": False}, {"qkv_bias": True}, {"qk_norm": True, "layers": 3}]
+)
+def test_weights_are_counted_without_a_model(changed: dict[str, int | bool]) -> None:
+    config = CONFIG.model_copy(update=changed)
+    assert parameter_count(config) == sum(p.numel() for p in Transformer(config).parameters())
 
 
 def test_same_seed_same_bits_and_another_seed_others() -> None:

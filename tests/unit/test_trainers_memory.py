@@ -9,7 +9,9 @@ from drill_tools import RECIPE
 
 from perdure.config import load_config
 from perdure.core.errors import ConfigError
+from perdure.models import Transformer
 from perdure.tasks.config import make_task
+from perdure.trainers.assembly import model_shape
 from perdure.trainers.config import RunConfig
 from perdure.trainers.memory import (
     Memory,
@@ -69,6 +71,26 @@ def test_longer_answers_and_fewer_updates_need_more() -> None:
 
     assert most("rollout.max_new_tokens=50") > most()
     assert most("trainer.local_updates_per_step=1") > most()
+
+
+def test_the_anchor_is_a_second_copy_of_the_policy() -> None:
+    def held(*overrides: str) -> int:
+        config = load_config(RunConfig, RECIPE, overrides)
+        need = step_needs(config, make_task(config.task, config.seed))[2]
+        assert need.at_least == need.at_most
+        return need.at_least
+
+    config = load_config(RunConfig, RECIPE)
+    task = make_task(config.task, config.seed)
+    policy = Transformer(model_shape(config, task))
+    nbytes = sum(parameter.nbytes for parameter in policy.parameters())
+    assert held("learner.old_logprobs=anchor") == nbytes
+    assert held("learner.old_logprobs=anchor", "trainer.local_updates_per_step=1") == 0
+    assert held() == 0
+    huge = ["learner.old_logprobs=anchor", "model.hidden_size=400000000"]
+    config = load_config(RunConfig, RECIPE, huge)
+    with pytest.raises(ConfigError, match="old_logprobs"):
+        require_memory(config, make_task(config.task, config.seed))
 
 
 def test_a_container_has_what_it_may_use(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from perdure.core.components import Checkpointable
-from perdure.core.ids import UpdateId
+from perdure.core.ids import PolicyVersion, UpdateId
 from perdure.core.trajectories import RewardedGroup
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -32,8 +32,8 @@ class LocalUpdateResult:
 class Learner(Protocol):
     """A group of ranks that trains one policy, addressed as a whole.
 
-    Each update is a function of the learner's state (:meth:`components`), its arguments and nothing
-    else, so that a logged batch can be trained again.
+    Each global step is a function of the learner's state (:meth:`components`), the arguments and
+    nothing else, so that logged batches can be trained again, from the first one of their step.
     """
 
     @property
@@ -62,8 +62,20 @@ class Learner(Protocol):
         """Make the current policy the reference of the KL penalty (nothing to do without one)."""
         ...
 
-    def local_update(self, update: UpdateId, groups: Sequence[RewardedGroup]) -> LocalUpdateResult:
+    def local_update(
+        self,
+        update: UpdateId,
+        groups: Sequence[RewardedGroup],
+        *,
+        version: PolicyVersion | None = None,
+    ) -> LocalUpdateResult:
         """Everything after sampling, from old log-probabilities to the actor's steps.
+
+        Args:
+            update: Key of every draw.
+            groups: The batch.
+            version: Under which the weights that the global step began with were published; None
+                if they were not. Engines are judged by the tokens they sampled under it.
 
         Raises:
             TrainingError: A batch that cannot be trained on. If it says that a loss or gradient is

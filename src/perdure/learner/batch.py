@@ -133,6 +133,7 @@ class UpdateBatch:
         tokens: Prompts and responses of all trajectories.
         mask_NR: Bool tensor of :attr:`TokenBatch.mask_NR`.
         rollout_logprobs_M: float32, as logged by the engine that sampled the tokens.
+        versions_M: int64, policy version that each token was sampled with.
         rewards_N: float64.
         group_sizes: Trajectories of each group.
     """
@@ -140,6 +141,7 @@ class UpdateBatch:
     tokens: TokenBatch
     mask_NR: Tensor
     rollout_logprobs_M: Tensor
+    versions_M: Tensor
     rewards_N: Tensor
     group_sizes: tuple[int, ...]
 
@@ -156,6 +158,7 @@ class UpdateBatch:
         trajectories = [one for group in groups for one in group.trajectories]
         tokens = _lay_out(trajectories)
         logprobs = [one.logprobs_T[one.loss_mask_T.astype(bool)] for one in trajectories]
+        versions = [_versions(one)[one.loss_mask_T.astype(bool)] for one in trajectories]
         rewards = [reward for group in groups for reward in group.rewards]
         return cls(
             tokens=tokens,
@@ -163,6 +166,7 @@ class UpdateBatch:
             rollout_logprobs_M=torch.from_numpy(np.concatenate(logprobs).astype(np.float32)).to(
                 device
             ),
+            versions_M=torch.from_numpy(np.concatenate(versions)).to(device),
             rewards_N=torch.tensor(rewards, dtype=torch.float64, device=device),
             group_sizes=tuple(len(group.trajectories) for group in groups),
         )
@@ -187,6 +191,12 @@ def _lay_out(trajectories: Sequence[Trajectory]) -> TokenBatch:
         [one.response_ids_T for one in trajectories],
         [one.loss_mask_T for one in trajectories],
     )
+
+
+def _versions(trajectory: Trajectory) -> IntArray:
+    """The policy version of each response token."""
+    numbers = np.array([segment.version for segment in trajectory.segments], dtype=np.int64)
+    return numbers.repeat([segment.end - segment.start for segment in trajectory.segments])
 
 
 def _check_group(group: RewardedGroup) -> None:

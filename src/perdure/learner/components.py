@@ -39,6 +39,14 @@ def load_tensors(what: str, live: Mapping[str, Tensor], saved: Mapping[str, Any]
             tensor.copy_(incoming[name])
 
 
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy every weight that ``target`` has; a critic's trunk lacks the output layer."""
+    weights = weights_of(source)
+    with torch.no_grad():
+        for name, parameter in weights_of(target).items():
+            parameter.copy_(weights[name])
+
+
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value

@@ -7,8 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from perdure.algorithms.names import Aggregation, KlEstimator
-from perdure.config import Problem, Section
+from perdure.algorithms.names import (
+    Aggregation,
+    ImportanceLevel,
+    ImportanceMode,
+    KlEstimator,
+    OldLogprobs,
+)
+from perdure.config import OPERATIONAL, Problem, Section
 
 # The arithmetic is float32, where larger numbers are infinite.
 Positive = Annotated[float, Field(gt=0, le=1e30)]
@@ -79,6 +85,30 @@ class ValueConfig(Section):
     """How far an estimate may move in one update; null does not limit it."""
 
 
+class ImportanceConfig(Section):
+    """Correction for tokens that other weights (or another engine's arithmetic) have sampled."""
+
+    mode: ImportanceMode = "none"
+    """No correction, weights cut at ``upper``, or weights outside the bounds made 0."""
+    level: ImportanceLevel = "token"
+    """A weight per token, or the product of a trajectory's at each of its tokens."""
+    lower: BelowOne = 0.0
+    """Smallest weight that counts (``mask``)."""
+    upper: Annotated[float, Field(ge=1, le=1e30)] = 2.0
+    """Largest weight that counts (``mask``), or that a weight is cut to (``truncate``)."""
+
+    def problems(self) -> Iterable[Problem]:
+        """Only a mask has a lower bound."""
+        if self.lower > 0 and self.mode != "mask":
+            yield Problem(
+                field="lower",
+                value=str(self.lower),
+                rule=f"mode {self.mode} has no lower bound",
+                way_out="set mode=mask, or lower=0",
+                reads=("mode",),
+            )
+
+
 class LearnerConfig(Section):
     """How a local update turns settled groups into weights."""
 
@@ -100,6 +130,14 @@ class LearnerConfig(Section):
     """How far the probability ratio may fall below 1."""
     clip_high: NotNegative = 0.2
     """How far the probability ratio may rise above 1."""
+    old_logprobs: OldLogprobs = "recompute"
+    """Policy that the ratio refers to: the one at the start of the local update, the one at the
+    start of the global step (``anchor``: decoupled PPO), or the engine's own log-probabilities
+    (``rollout``: bypass)."""
+    offload_anchor: Annotated[bool, OPERATIONAL] = True
+    """Keep the policy anchor in host memory rather than beside the model."""
+    importance: ImportanceConfig = ImportanceConfig()
+    """Correction for off-policy tokens."""
     normalise_advantages: bool = True
     """grpo: divide by the group's standard deviation; ppo, reinforce++: whiten over the batch."""
     gamma: Fraction = 1.0
@@ -116,11 +154,23 @@ class LearnerConfig(Section):
     """The critic (ppo)."""
     nonfinite: Literal["skip", "raise"] = "skip"
     """A mini-batch whose loss or gradient is not finite: leave it out and say so, or stop."""
+    mismatch_alarm: Annotated[Positive | None, OPERATIONAL] = 0.05
+    """Warn when an engine's log-probabilities are this far (mean, nats) from the learner's for the
+    same weights; null never warns."""
     supervised: SupervisedConfig = SupervisedConfig()
     """Supervised warm start."""
 
     def problems(self) -> Iterable[Problem]:
-        """A warm-up must fit into the warm start's steps."""
+        """A warm-up must fit into the warm start's steps; a correction needs two policies."""
+        if self.old_logprobs == "rollout" and self.importance.mode != "none":
+            yield Problem(
+                field="importance.mode",
+                value=self.importance.mode,
+                rule="with old_logprobs=rollout the old policy is the one that sampled, and every"
+                " importance weight is 1",
+                way_out="set importance.mode=none, or old_logprobs=anchor",
+                reads=("old_logprobs",),
+            )
         supervised = self.supervised
         warmup = supervised.schedule.warmup_updates
         if supervised.steps and warmup >= supervised.steps:

@@ -46,6 +46,8 @@ class Tally:
     """Means of per-token quantities over every token of the mini-batches that were stepped on."""
 
     def __init__(self) -> None:
+        self.mini_batches = 0
+        """Mini-batches accepted so far."""
         self._totals: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._pending: dict[str, list[Tensor]] = {}
@@ -57,6 +59,7 @@ class Tally:
         self._pending_counts[name] = self._pending_counts.get(name, 0) + values.numel()
 
     def accept(self) -> None:
+        self.mini_batches += 1
         for name, sums in self._pending.items():
             total = float(torch.stack(sums).double().sum())
             self._totals[name] = self._totals.get(name, 0.0) + total

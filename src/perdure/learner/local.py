@@ -10,27 +10,30 @@ from torch import Tensor
 
 from perdure.core.components import Checkpointable
 from perdure.core.errors import ConfigError
-from perdure.core.ids import UpdateId
+from perdure.core.ids import GlobalStep, PolicyVersion, UpdateId
 from perdure.core.trajectories import RewardedGroup
+from perdure.learner.anchor import PolicyAnchor
 from perdure.learner.api import Example, LocalUpdateResult
-from perdure.learner.batch import UpdateBatch
+from perdure.learner.batch import Piece, UpdateBatch
 from perdure.learner.components import (
     Counters,
     CountersComponent,
     OptimizerComponent,
     ScheduleComponent,
     WeightsComponent,
+    copy_weights,
     digest_components,
 )
 from perdure.learner.config import LearnerConfig
 from perdure.learner.determinism import deterministic_math
-from perdure.learner.metrics import critic_metrics, mismatch_metrics, only_finite
+from perdure.learner.metrics import critic_metrics, only_finite
 from perdure.learner.optimizer import AdamW
 from perdure.learner.passes import evaluate, policy_logprobs, state_values
 from perdure.learner.schedule import LearningRate
-from perdure.learner.signals import Signals, set_advantages
+from perdure.learner.signals import Signals, set_advantages, set_importance
 from perdure.learner.supervised import imitate
 from perdure.learner.update import Plan, Trained, train_actor, train_critic
+from perdure.learner.witness import NO_TRUNCATION, Truncation, Witness
 from perdure.models import Transformer, ValueModel, digest_weights, init_weights, weights_of
 
 
@@ -41,14 +44,18 @@ class LearnerSetup:
     Attributes:
         seed: Key of every shuffle and of the critic's first weights.
         total_local_updates: Horizon of the learning-rate schedule.
+        local_updates_per_step: K; a step of one local update needs no policy anchor.
         temperature: Of the distribution that is trained: the one tokens are sampled from.
+        truncation: What engines leave out of it.
         deterministic: Equal inputs give equal bits, on one thread.
         device: Where the models live.
     """
 
     seed: int
     total_local_updates: int
+    local_updates_per_step: int = 1
     temperature: float = 1.0
+    truncation: Truncation = NO_TRUNCATION
     deterministic: bool = False
     device: str = "cpu"
 
@@ -82,6 +89,10 @@ class LocalLearner:
         if config.kl.coef > 0:
             self._reference = Transformer(model.config).to(self._device)
             self.freeze_reference()
+        self._anchor: PolicyAnchor | None = None
+        if config.old_logprobs == "anchor" and setup.local_updates_per_step > 1:
+            self._anchor = PolicyAnchor(model, device=self._device, offload=config.offload_anchor)
+        self._step: GlobalStep | None = None
         self._rate = LearningRate(config.schedule, horizon=setup.total_local_updates)
         self._counters = Counters()
 
@@ -110,7 +121,7 @@ class LocalLearner:
         self._optimizer.reset()
         if self._value is not None and self._value_optimizer is not None:
             init_weights(self._value, self._setup.seed)
-            _copy_weights(self._policy, self._value.trunk)
+            copy_weights(self._policy, self._value.trunk)
             self._value_optimizer.reset()
         self.freeze_reference()
         self._rate.position = 0
@@ -120,14 +131,25 @@ class LocalLearner:
 
     def freeze_reference(self) -> None:
         if self._reference is not None:
-            _copy_weights(self._policy, self._reference)
+            copy_weights(self._policy, self._reference)
 
-    def local_update(self, update: UpdateId, groups: Sequence[RewardedGroup]) -> LocalUpdateResult:
+    def local_update(
+        self,
+        update: UpdateId,
+        groups: Sequence[RewardedGroup],
+        *,
+        version: PolicyVersion | None = None,
+    ) -> LocalUpdateResult:
+        batch = UpdateBatch.build(groups, self._device)
         with deterministic_math(self._setup.deterministic):
-            return self._local_update(update, UpdateBatch.build(groups, self._device))
+            return self._local_update(update, batch, version)
 
-    def _local_update(self, update: UpdateId, batch: UpdateBatch) -> LocalUpdateResult:
-        signals = self._signals(batch)
+    def _local_update(
+        self, update: UpdateId, batch: UpdateBatch, version: PolicyVersion | None
+    ) -> LocalUpdateResult:
+        begins = self._enter_step(update)
+        signals = self._signals(batch, step_begins=begins)
+        importance = set_importance(self.config, batch, signals)
         set_advantages(self.config, batch, signals)
         plan = Plan(
             config=self.config,
@@ -144,15 +166,30 @@ class LocalLearner:
         self._rate.position += 1
         self._counters.optimizer_steps += actor.steps
         self._counters.value_optimizer_steps += critic.steps
+        if not begins and self.config.old_logprobs != "anchor":
+            version = None
+        same_M = batch.versions_M == (-1 if version is None else version)
         metrics = {
             "trained_tokens": float(batch.tokens.chosen),
             **critic.metrics,
             **actor.metrics,
-            **mismatch_metrics(batch.rollout_logprobs_M, signals.old_logprobs_M),
+            **importance,
+            **signals.witness.metrics(batch.rollout_logprobs_M, same_M),
             "lr": self.config.lr * plan.rate_factor,
         }
         skipped = critic.skipped + actor.skipped
         return LocalUpdateResult(only_finite(metrics), skipped)
+
+    def _enter_step(self, update: UpdateId) -> bool:
+        """Whether the weights are those the global step began with; the anchor keeps them.
+
+        The first batch of a step may have been set aside, and then the second one begins it.
+        """
+        begins = update.local_update == 0 or update.global_step != self._step
+        if begins and self._anchor is not None:
+            self._anchor.take(self._policy)
+        self._step = update.global_step
+        return begins
 
     def policy_weights(self) -> Mapping[str, Tensor]:
         return weights_of(self._policy)
@@ -184,33 +221,54 @@ class LocalLearner:
         parts["counters"] = CountersComponent(self._counters)
         return parts
 
-    def _signals(self, batch: UpdateBatch) -> Signals:
+    def _signals(self, batch: UpdateBatch, *, step_begins: bool) -> Signals:
         """Old and reference log-probabilities and values, before anything is trained.
 
         With a single optimizer step the actor's own forward pass yields the old log-probabilities,
-        unless the reward needs them before.
+        unless the weights they belong to are gone or the reward or the correction needs them
+        before.
         """
         config = self.config
         in_reward = config.kl.coef > 0 and config.kl.placement == "reward"
         single_step = config.ppo_epochs == 1 and config.mini_batches == 1
-        old_is_current = single_step and not in_reward
+        needed_before = in_reward or config.importance.mode != "none"
+        moved = config.old_logprobs == "anchor" and not step_begins
+        bypass = config.old_logprobs == "rollout"
+        old_is_current = single_step and not (needed_before or moved or bypass)
+        witness = Witness(batch.tokens.chosen, self._setup.truncation, self._device)
         blank_M = torch.zeros(batch.tokens.chosen, device=self._device)
+        old_M = batch.rollout_logprobs_M if bypass else blank_M
+        if not (bypass or old_is_current):
+            old_M = self._old_logprobs(batch, witness, from_anchor=moved)
         return Signals(
-            old_logprobs_M=blank_M if old_is_current else self._logprobs(self._policy, batch),
+            old_logprobs_M=old_M,
             old_is_current=old_is_current,
+            witness=witness,
             reference_M=None if self._reference is None else self._logprobs(self._reference, batch),
             values_M=None if self._value is None else self._values(self._value, batch),
             advantages_M=blank_M,
             returns_M=blank_M,
         )
 
-    def _logprobs(self, model: Transformer, batch: UpdateBatch) -> Tensor:
-        temperature = self._setup.temperature
+    def _old_logprobs(self, batch: UpdateBatch, witness: Witness, *, from_anchor: bool) -> Tensor:
+        witness.waits = False
+        if not from_anchor:
+            return self._logprobs(self._policy, batch, witness)
+        assert self._anchor is not None, "the setup says that a step has one local update"
+        with self._anchor.on_device() as model:
+            return self._logprobs(model, batch, witness)
+
+    def _logprobs(
+        self, model: Transformer, batch: UpdateBatch, witness: Witness | None = None
+    ) -> Tensor:
+        def of_piece(piece: Piece) -> Tensor:
+            found = policy_logprobs(model, piece, temperature=self._setup.temperature)
+            if witness is not None:
+                witness.see(piece, *found)
+            return found[0]
+
         return evaluate(
-            batch.tokens,
-            lambda piece: policy_logprobs(model, piece, temperature=temperature)[0],
-            limit=self.config.micro_batch_tokens,
-            device=self._device,
+            batch.tokens, of_piece, limit=self.config.micro_batch_tokens, device=self._device
         )
 
     def _values(self, model: ValueModel, batch: UpdateBatch) -> Tensor:
@@ -228,14 +286,6 @@ class LocalLearner:
         trained = train_critic(plan, self._value, self._value_optimizer)
         before = critic_metrics(values_M, plan.signals.returns_M)
         return Trained(trained.steps, trained.skipped, {**trained.metrics, **before})
-
-
-def _copy_weights(source: Transformer, target: Transformer) -> None:
-    """Copy every weight that ``target`` has; a critic's trunk lacks the output layer."""
-    weights = weights_of(source)
-    with torch.no_grad():
-        for name, parameter in weights_of(target).items():
-            parameter.copy_(weights[name])
 
 
 def _check_setup(config: LearnerConfig, setup: LearnerSetup) -> None:

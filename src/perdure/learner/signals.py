@@ -14,8 +14,10 @@ from perdure.algorithms.advantages import (
     whiten,
 )
 from perdure.algorithms.divergences import kl_estimate
+from perdure.algorithms.importance import effective_share, importance_terms
 from perdure.learner.batch import UpdateBatch
 from perdure.learner.config import LearnerConfig
+from perdure.learner.witness import Witness
 
 
 @dataclass(slots=True)
@@ -23,21 +25,57 @@ class Signals:
     """Per-token inputs of a local update's losses, each float32 (M,).
 
     Attributes:
-        old_logprobs_M: Of the policy at the start of the local update.
+        old_logprobs_M: Of the policy that the ratio refers to.
         old_is_current: The single optimizer step to come starts from that very policy, so its own
             forward pass fills ``old_logprobs_M``.
+        witness: What the engines' log-probabilities are compared with.
         reference_M: Log-probabilities of the reference policy, if there is a penalty.
         values_M: Of the critic at the start of the local update (ppo).
         advantages_M: Set by :func:`set_advantages`.
         returns_M: What the critic learns (ppo); set by :func:`set_advantages`.
+        importance_M: What a token's loss is multiplied with, if anything; set by
+            :func:`set_importance`.
     """
 
     old_logprobs_M: Tensor
     old_is_current: bool
+    witness: Witness
     reference_M: Tensor | None
     values_M: Tensor | None
     advantages_M: Tensor
     returns_M: Tensor
+    importance_M: Tensor | None = None
+
+
+def set_importance(config: LearnerConfig, batch: UpdateBatch, signals: Signals) -> dict[str, float]:
+    """Fill in the importance weights, old policy against the one that sampled; their metrics.
+
+    Mean and maximum are of the weights before the bounds, the effective share after them; all are
+    over tokens, or over trajectories when a weight is a trajectory's.
+    """
+    importance = config.importance
+    if importance.mode == "none":
+        return {}
+    mask_NR = batch.mask_NR
+    terms = importance_terms(
+        batch.spread(signals.old_logprobs_M - batch.rollout_logprobs_M),
+        mask_NR,
+        mode=importance.mode,
+        level=importance.level,
+        lower=importance.lower,
+        upper=importance.upper,
+    )
+    signals.importance_M = terms.weights[mask_NR]
+    counted_NR = mask_NR
+    if importance.level == "sequence":
+        counted_NR = mask_NR & (mask_NR.long().cumsum(1) == 1)
+    raw = terms.raw[counted_NR]
+    return {
+        "importance_mean": float(raw.mean()),
+        "importance_max": float(raw.max()),
+        "importance_bounded": float(terms.bounded[counted_NR].float().mean()),
+        "importance_effective": float(effective_share(terms.weights[counted_NR])),
+    }
 
 
 def set_advantages(config: LearnerConfig, batch: UpdateBatch, signals: Signals) -> None:

@@ -69,6 +69,8 @@ def train_actor(plan: Plan, model: Transformer, optimizer: AdamW, *, temperature
 
     def losses_of(piece: Piece) -> Tensor:
         logprobs_K, logprobs_KV = policy_logprobs(model, piece, temperature=temperature)
+        if plan.signals.witness.waits and not tally.mini_batches:
+            plan.signals.witness.see(piece, logprobs_K, logprobs_KV)
         losses_K = _surrogate_losses(plan, piece, logprobs_K, tally)
         coef = plan.config.entropy_coef
         entropies_K = entropy(logprobs_KV if coef > 0 else logprobs_KV.detach())
@@ -103,13 +105,16 @@ def _surrogate_losses(plan: Plan, piece: Piece, logprobs_K: Tensor, tally: Tally
     )
     tally.add("clip_fraction", terms.clipped.float())
     tally.add("approx_kl", kl_estimate(old_K, logprobs_K.detach(), "k3"))
+    losses_K = terms.losses
+    if signals.importance_M is not None:
+        losses_K = signals.importance_M[index_K] * losses_K
     if signals.reference_M is None:
-        return terms.losses
+        return losses_K
     divergence_K = kl_estimate(logprobs_K, signals.reference_M[index_K], config.kl.estimator)
     tally.add("kl", divergence_K)
     if config.kl.placement == "reward":
-        return terms.losses
-    return terms.losses + config.kl.coef * divergence_K
+        return losses_K
+    return losses_K + config.kl.coef * divergence_K
 
 
 def train_critic(plan: Plan, model: ValueModel, optimizer: AdamW) -> Trained:

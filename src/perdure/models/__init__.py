@@ -1,7 +1,13 @@
 """Models: one transformer for learner and engine, its digest, Hugging Face checkpoints."""
 
 from perdure.models.digest import digest_weights, weights_of
-from perdure.models.transformer import ModelConfig, Transformer, ValueModel, init_weights
+from perdure.models.transformer import (
+    ModelConfig,
+    Transformer,
+    ValueModel,
+    init_weights,
+    parameter_count,
+)
 
 __all__ = [
     "ModelConfig",
@@ -9,5 +15,6 @@ __all__ = [
     "ValueModel",
     "digest_weights",
     "init_weights",
+    "parameter_count",
     "weights_of",
 ]

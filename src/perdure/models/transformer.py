@@ -63,6 +63,18 @@ class ModelConfig(BaseModel):
         return self
 
 
+def parameter_count(config: ModelConfig) -> int:
+    """How many weights a :class:`Transformer` of this shape has."""
+    width = config.head_dim * (config.heads + 2 * config.kv_heads)
+    attention = config.hidden_size * (width + config.heads * config.head_dim)
+    extras = (width if config.qkv_bias else 0) + (2 * config.head_dim if config.qk_norm else 0)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    block = attention + extras + mlp + 2 * config.hidden_size
+    tables = 1 if config.tie_embeddings else 2
+    embeddings = tables * config.vocab_size * config.hidden_size
+    return embeddings + config.layers * block + config.hidden_size
+
+
 def causal_attention(layer: int, q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor) -> Tensor:
     """Each position sees itself and what lies before it in its row."""
     del layer

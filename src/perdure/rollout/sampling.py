@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perdure.algorithms.truncation import left_out
+
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
@@ -49,7 +51,8 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, rows: RowSampling) -> tuple[Ten
     if rows.temperature_N is not None:
         scaled_NV = scaled_NV / rows.temperature_N[:, None]
     if rows.truncated_N is not None:
-        cut_NV = _cut(scaled_NV, rows) & rows.truncated_N[:, None]
+        out_NV = left_out(scaled_NV, rows.top_k_N[:, None], rows.top_p_N[:, None])
+        cut_NV = out_NV & rows.truncated_N[:, None]
         scaled_NV = scaled_NV.masked_fill(cut_NV, -torch.inf)
     cdf_NV = scaled_NV.softmax(-1).cumsum(-1, dtype=torch.float64)
     # The threshold stays below the total, so that a token of probability 0 is never chosen.
@@ -62,20 +65,3 @@ def sample(logits_NV: Tensor, uniform_N: Tensor, rows: RowSampling) -> tuple[Ten
             rows.greedy_N[:, None], scaled_NV.argmax(-1, keepdim=True), tokens_N1
         )
     return tokens_N1[:, 0], scaled_NV.log_softmax(-1).gather(1, tokens_N1)[:, 0]
-
-
-def _cut(scaled_NV: Tensor, rows: RowSampling) -> Tensor:
-    """What top-k, then top-p of what is left, remove: bool (N, V).
-
-    Top-p keeps the smallest set of most likely tokens whose probability reaches p (Holtzman et al.
-    2020, arXiv:1904.09751, eq. 2). Equal logits rank by token id.
-    """
-    sorted_NV, order_NV = scaled_NV.sort(dim=-1, descending=True, stable=True)
-    ranks_V = torch.arange(scaled_NV.shape[1], device=scaled_NV.device)
-    beyond_k_NV = ranks_V >= rows.top_k_N[:, None]
-    probs_NV = sorted_NV.masked_fill(beyond_k_NV, -torch.inf).softmax(-1)
-    before_NV = probs_NV.cumsum(-1, dtype=torch.float64) - probs_NV
-    beyond_p_NV = (before_NV >= rows.top_p_N[:, None]) & (rows.top_p_N[:, None] < 1)
-    # The most likely token always stays, however small p is.
-    beyond_NV = (beyond_k_NV | beyond_p_NV) & (ranks_V > 0)
-    return torch.zeros_like(beyond_NV).scatter(1, order_NV, beyond_NV)

@@ -52,9 +52,16 @@ class Runtime(Protocol):
         ...
 
     async def local_update(
-        self, update: UpdateId, groups: Sequence[RewardedGroup]
+        self,
+        update: UpdateId,
+        groups: Sequence[RewardedGroup],
+        *,
+        version: PolicyVersion | None,
     ) -> LocalUpdateResult:
-        """Old and reference log-probabilities, values, advantages, critic and actor update."""
+        """Old and reference log-probabilities, values, advantages, critic and actor update.
+
+        ``version`` is that of the weights the global step began with, None if they have none.
+        """
         ...
 
     async def state_digest(self) -> str:

@@ -66,9 +66,13 @@ class LocalRuntime:
         self._learner.begin_training()
 
     async def local_update(
-        self, update: UpdateId, groups: Sequence[RewardedGroup]
+        self,
+        update: UpdateId,
+        groups: Sequence[RewardedGroup],
+        *,
+        version: PolicyVersion | None,
     ) -> LocalUpdateResult:
-        result = self._learner.local_update(update, groups)
+        result = self._learner.local_update(update, groups, version=version)
         await asyncio.sleep(0)
         return result
 

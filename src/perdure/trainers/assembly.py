@@ -19,6 +19,7 @@ from perdure.core.rollout_api import SamplingParams
 from perdure.experience import ExperienceStore
 from perdure.learner.api import Learner
 from perdure.learner.local import LearnerSetup, LocalLearner
+from perdure.learner.witness import Truncation
 from perdure.models import ModelConfig, Transformer, init_weights
 from perdure.rollout import EmbeddedEngine, EngineOptions
 from perdure.runtime.api import Runtime
@@ -129,7 +130,9 @@ def _build(config: RunConfig, task: Task) -> LocalMachinery:
     setup = LearnerSetup(
         seed=config.seed,
         total_local_updates=trainer.total_steps * trainer.local_updates_per_step,
+        local_updates_per_step=trainer.local_updates_per_step,
         temperature=config.rollout.temperature,
+        truncation=Truncation(config.rollout.top_k, config.rollout.top_p),
         deterministic=config.deterministic,
     )
     learner = LocalLearner(model, config=config.learner, setup=setup)

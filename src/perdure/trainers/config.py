@@ -75,6 +75,11 @@ class RolloutConfig(Section):
     slots: Annotated[int, Field(ge=1)] = 128
     """Requests the embedded engine decodes at once."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 class TrainerConfig(Section):
     """The controller's loop."""
@@ -178,6 +183,15 @@ class RunConfig(Section):
                 f"{algorithm} compares the sessions of a group, so it needs at least 2",
                 "set rollout.sessions_per_group=8 or learner.algorithm=ppo",
                 reads=("learner.algorithm",),
+            )
+        if self.learner.old_logprobs == "rollout" and self.rollout.is_truncated:
+            yield Problem(
+                "learner.old_logprobs",
+                "rollout",
+                "with top_k or top_p the engine's log-probabilities are those of a truncated"
+                " distribution, which is not the policy that is trained",
+                "set learner.old_logprobs=recompute, or rollout.top_k=0 and rollout.top_p=1",
+                reads=("rollout.top_k", "rollout.top_p"),
             )
 
 

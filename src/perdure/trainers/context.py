@@ -10,7 +10,7 @@ from perdure.checkpoint import Checkpointer
 from perdure.core.clock import Clock
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
-from perdure.core.ids import UpdateId
+from perdure.core.ids import PolicyVersion, UpdateId
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import ExperienceStore, RunInfo
 from perdure.learner.api import LocalUpdateResult
@@ -19,6 +19,7 @@ from perdure.runtime.curves import CurveFile
 from perdure.runtime.metrics_files import MetricsFiles
 from perdure.tasks.api import Prompt, Task
 from perdure.trainers.config import RunConfig
+from perdure.trainers.mismatch_watch import MismatchWatch
 from perdure.trainers.progress import Progress
 from perdure.trainers.signal_watch import SignalWatch
 from perdure.trainers.stopping import StopRequest
@@ -42,6 +43,7 @@ class TrainContext:
     events: EventSink
     stop: StopRequest
     signal: SignalWatch
+    mismatch: MismatchWatch
     progress: Progress
     held_out: list[Prompt]
     distrusted: frozenset[str]
@@ -55,6 +57,9 @@ class TrainContext:
     step_groups: list[RewardedGroup] = field(default_factory=list[RewardedGroup])
     """Groups trained so far in the step in progress."""
     step_updates: list[LocalUpdateResult] = field(default_factory=list[LocalUpdateResult])
+    step_version: PolicyVersion | None = None
+    """Version of the weights that the step in progress began with; None if they were never
+    published, and before its first local update."""
     timings_s: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -85,4 +90,5 @@ class TrainContext:
         """Forget what belongs to the step that ended."""
         self.step_groups.clear()
         self.step_updates.clear()
+        self.step_version = None
         self.timings_s.clear()

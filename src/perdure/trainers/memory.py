@@ -10,7 +10,9 @@ from pathlib import Path
 
 from perdure.core.errors import ConfigError
 from perdure.core.events import EventSink
+from perdure.models import parameter_count
 from perdure.tasks.api import Task
+from perdure.trainers.assembly import model_shape
 from perdure.trainers.config import RunConfig
 
 SESSION_BYTES = 4096
@@ -19,7 +21,7 @@ EXAMPLE_BYTES = 256
 """The same for an example of the warm start."""
 ROLLOUT_TOKEN_BYTES = 9
 """A token as it was sampled: id, log-probability, mask."""
-UPDATE_TOKEN_BYTES = 46
+UPDATE_TOKEN_BYTES = 63
 """A token of a local update, padding included: ids, indexes, masks, and the learner's signals."""
 
 LIMIT_FILES = (
@@ -28,6 +30,9 @@ LIMIT_FILES = (
 )
 """Where a container says how much memory it may use."""
 AVAILABLE_FILE = Path("/proc/meminfo")
+
+WEIGHT_BYTES = 4
+"""A weight of a model."""
 
 _GIB = 2**30
 
@@ -42,18 +47,18 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes that one setting makes a step hold at once, beside the models."""
+    """Bytes that one setting makes a step hold at once, beside what is trained."""
 
     field: str
-    value: int
+    value: int | str
     at_least: int
     at_most: int
     smaller: str
     """Settings that lower it."""
 
 
-def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need]:
-    """What a global step and a step of the warm start hold."""
+def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need, Need]:
+    """What a global step, a step of the warm start and the policy anchor hold."""
     trainer, supervised = config.trainer, config.learner.supervised
     sessions = trainer.train_batch_size * config.rollout.sessions_per_group
     longest = task.max_prompt_tokens + config.rollout.max_new_tokens
@@ -77,6 +82,21 @@ def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need]:
             at_most=examples * (EXAMPLE_BYTES + shown * UPDATE_TOKEN_BYTES),
             smaller="learner.supervised.batch_size",
         ),
+        _anchor_need(config, task),
+    )
+
+
+def _anchor_need(config: RunConfig, task: Task) -> Need:
+    """A second copy of the policy, where several local updates need one."""
+    trainer, learner = config.trainer, config.learner
+    kept = learner.old_logprobs == "anchor" and trainer.local_updates_per_step > 1
+    held = parameter_count(model_shape(config, task)) * WEIGHT_BYTES if kept else 0
+    return Need(
+        "learner.old_logprobs",
+        learner.old_logprobs,
+        at_least=held,
+        at_most=held,
+        smaller="model, or use learner.old_logprobs=recompute",
     )
 
 

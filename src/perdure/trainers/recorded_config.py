@@ -14,10 +14,11 @@ from perdure.trainers.config import RunConfig
 CONFIG_FILE = "config.yaml"
 
 CHANGEABLE = (
-    "checkpoint.*, log.*, trainer.warm_start_log_every, task.jsonl.*path, learner.nonfinite"
+    "checkpoint.*, log.*, trainer.warm_start_log_every, task.jsonl.*path, learner.mismatch_alarm,"
+    " learner.offload_anchor, learner.nonfinite"
 )
-"""What an override of a resume may set. Of the learner's settings only ``nonfinite`` qualifies:
-a step that was trained under either value gave the same bits, or stops the redo with a sentence."""
+"""What an override of a resume may set. None of them changes the bits of a step: one that was
+trained under either value of ``nonfinite`` gave the same, or stops the redo with a sentence."""
 
 
 def recorded_config(

@@ -43,6 +43,7 @@ from perdure.trainers.assembly import (
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.memory import warn_of_memory
+from perdure.trainers.mismatch_watch import MismatchWatch
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
 from perdure.trainers.sanity import check_curve, check_restored
@@ -187,6 +188,7 @@ def _open(
         events=events,
         stop=launch.stop,
         signal=SignalWatch(launch.config),
+        mismatch=MismatchWatch(launch.config.learner.mismatch_alarm),
         progress=progress,
         held_out=held_out_prompts(launch.config, launch.task),
         distrusted=frozenset(d for d, _ in choice.skipped) if choice else frozenset(),

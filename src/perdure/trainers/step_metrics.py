@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
+from perdure.core.ids import PolicyVersion
 from perdure.core.record_types import StopReason
-from perdure.core.trajectories import RewardedGroup
+from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.learner.api import LocalUpdateResult
 
+COUNTS: Final = frozenset(
+    {"mismatch_tokens", "mismatch_not_finite", "mismatch_cut", "off_policy_tokens"}
+)
+"""Metrics that add up over the local updates of a step."""
+LARGEST: Final = frozenset({"mismatch_max", "importance_max"})
+"""Metrics of which the largest counts."""
+WEIGHTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "mismatch_mean": "mismatch_tokens",
+        "mismatch_k1": "mismatch_tokens",
+        "mismatch_kl": "mismatch_tokens",
+        "off_policy_ratio": "off_policy_tokens",
+        "off_policy_kl": "off_policy_tokens",
+    }
+)
+"""Means over tokens → the metric that counts these."""
 
-def rollout_metrics(groups: Sequence[RewardedGroup]) -> dict[str, float]:
-    """Rewards, lengths (tokens) and version spans of the step's trajectories.
+
+def rollout_metrics(
+    groups: Sequence[RewardedGroup], *, published: PolicyVersion | None
+) -> dict[str, float]:
+    """Rewards, lengths (tokens), version spans and lags of the step's trajectories.
 
     Empty when every batch of the step was set aside.
+
+    Args:
+        groups: What was trained in the step.
+        published: Version of the weights the step began with; without one there are no lags.
     """
     if not groups:
         return {}
     rewards = np.array([reward for group in groups for reward in group.rewards])
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = np.array([len(t.response_ids_T) for t in trajectories])
-    ranges = [trajectory.version_range() for trajectory in trajectories]
-    spans = [last - first + 1 for first, last in ranges]
     uniform = [len(set(group.rewards)) == 1 for group in groups]
     cut = [t.stop_reason is StopReason.LENGTH for t in trajectories]
     return {
@@ -32,17 +56,46 @@ def rollout_metrics(groups: Sequence[RewardedGroup]) -> dict[str, float]:
         "response_length_max": float(lengths.max()),
         "groups_without_signal": float(np.mean(uniform)),
         "length_limited": float(np.mean(cut)),
-        "version_span_mean": float(np.mean(spans)),
-        "version_span_max": float(np.max(spans)),
+        **_version_metrics(trajectories, published),
         "groups": float(len(groups)),
         "tokens": float(lengths.sum()),
     }
 
 
+def _version_metrics(
+    trajectories: Sequence[Trajectory], published: PolicyVersion | None
+) -> dict[str, float]:
+    """Spans and lags; versions that a rewind has left behind lie ahead, and count as far off."""
+    ranges = np.array([trajectory.version_range() for trajectory in trajectories])
+    found = {"version_span": ranges[:, 1] - ranges[:, 0] + 1}
+    if published is not None:
+        lags = np.abs(published - ranges)
+        found |= {"version_lag": lags.min(1), "version_lag_worst": lags.max(1)}
+    return {
+        f"{name}_{kind}": float(of(values))
+        for name, values in found.items()
+        for kind, of in (("mean", np.mean), ("max", np.max))
+    }
+
+
 def merge_updates(results: Sequence[LocalUpdateResult]) -> dict[str, float]:
-    """Mean over the step's local updates of each metric that at least one of them has."""
+    """One value a step for each metric that at least one of its local updates has.
+
+    :data:`COUNTS` add up, of :data:`LARGEST` the largest counts, those of :data:`WEIGHTS` are means
+    over tokens, and the others means over the updates.
+    """
     names = sorted({name for result in results for name in result.metrics})
     return {
-        name: float(np.mean([r.metrics[name] for r in results if name in r.metrics]))
-        for name in names
+        name: _merged(name, [r.metrics for r in results if name in r.metrics]) for name in names
     }
+
+
+def _merged(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    values = np.array([metrics[name] for metrics in updates])
+    if name in COUNTS:
+        return float(values.sum())
+    if name in LARGEST:
+        return float(values.max())
+    if name in WEIGHTS:
+        return float(np.average(values, weights=[metrics[WEIGHTS[name]] for metrics in updates]))
+    return float(values.mean())

@@ -116,8 +116,10 @@ async def local_update(
 ) -> None:
     """Train one batch. A batch whose training raises is recorded, so that a second time is seen."""
     with ctx.timed("update"):
+        if not ctx.step_updates:
+            ctx.step_version = ctx.store.state.version_of(await ctx.runtime.policy_digest())
         try:
-            result = await ctx.runtime.local_update(update, groups)
+            result = await ctx.runtime.local_update(update, groups, version=ctx.step_version)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             failure = UpdateFailed(update, ctx.store.incarnation, reason)
@@ -136,7 +138,10 @@ async def step_record(ctx: TrainContext, step: GlobalStep) -> StepDone:
         digest=await ctx.runtime.state_digest(),
         policy_digest=await ctx.runtime.policy_digest(),
         optimizer_step=OptimizerStep(ctx.runtime.optimizer_step),
-        metrics={**rollout_metrics(ctx.step_groups), **merge_updates(ctx.step_updates)},
+        metrics={
+            **rollout_metrics(ctx.step_groups, published=ctx.step_version),
+            **merge_updates(ctx.step_updates),
+        },
         timings_s=dict(ctx.timings_s),
         skipped=tuple(reason for result in ctx.step_updates for reason in result.skipped),
     )
@@ -152,9 +157,9 @@ async def finish_step(ctx: TrainContext, step: GlobalStep) -> None:
     seconds = sum(record.timings_s.values())
     reward = record.metrics.get("reward", float("nan"))
     ctx.events("step", {"global_step": step, "reward": reward, "seconds": seconds, **shown})
-    warning = ctx.signal.look(record.metrics)
-    if warning is not None:
-        ctx.events("warning", {"message": warning})
+    for warning in (ctx.signal.look(record.metrics), ctx.mismatch.look(record.metrics)):
+        if warning is not None:
+            ctx.events("warning", {"message": warning})
 
 
 async def complete_step(ctx: TrainContext, step: GlobalStep) -> None:
