@@ -182,7 +182,7 @@ def delta(
         token_ids_N=np.arange(start, end, dtype=np.int32) + 1000 * group + 100 * index,
         logprobs_N=-np.arange(start, end, dtype=np.float32) / 8 - attempt,
         loss_mask_N=np.ones(end - start, dtype=np.uint8),
-        segments=(Segment(PolicyVersion(version), start, end),),
+        segments=(Segment(PolicyVersion(version), start, end),) if start < end else (),
         attempt=attempt,
     )
 

@@ -21,9 +21,16 @@ from perdure.core.ids import (
     SessionId,
 )
 from perdure.core.record_types import StopReason
-from perdure.core.records import Closed, ControlRecord, IncarnationStarted, SessionsDone, Submitted
+from perdure.core.records import (
+    Closed,
+    ControlRecord,
+    IncarnationStarted,
+    Partials,
+    SessionsDone,
+    Submitted,
+)
 from perdure.core.storage_api import Storage
-from perdure.core.trajectories import Segment, Trajectory
+from perdure.core.trajectories import PartialDelta, Segment, Trajectory
 from perdure.experience.claims import (
     Claim,
     Holder,
@@ -34,8 +41,10 @@ from perdure.experience.claims import (
     newest_started,
 )
 from perdure.experience.entries import Entry
+from perdure.experience.partials import partial_entries, read_tokens, says_the_same
 from perdure.experience.payloads import Payload, PayloadReader, columns_payload, trajectory_columns
 from perdure.experience.reader import LineageLog, read_lineage
+from perdure.experience.unfinished import PartialBatch
 from perdure.experience.writer import LogOptions, LogWriter
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
@@ -131,6 +140,25 @@ def sessions_done(groups: Sequence[int], tokens: int = 5) -> Entry:
     return Entry(record, trajectories=[trajectory(group, tokens) for group in groups])
 
 
+def delta(group: int, start: int, end: int) -> PartialDelta:
+    """A piece of what :func:`trajectory` gives for that group."""
+    whole = trajectory(group, end)
+    return PartialDelta(
+        whole.session,
+        start,
+        whole.response_ids_T[start:],
+        whole.logprobs_T[start:],
+        whole.loss_mask_T[start:],
+        (Segment(PolicyVersion(1), start, end),),
+    )
+
+
+def partials(groups: Sequence[int], start: int, end: int) -> Entry:
+    """A piece of the first session of each of these groups, in one entry."""
+    (entry,) = partial_entries([delta(group, start, end) for group in groups])
+    return entry
+
+
 def payload_of(group: int) -> Payload:
     """The payload of that group's session, encoded."""
     return payload_with([trajectory(group)])
@@ -142,10 +170,12 @@ def payload_with(trajectories: Sequence[Trajectory]) -> Payload:
 
 
 def keys_of(record: ControlRecord | None) -> list[str]:
-    """Idempotency keys of a record: of sessions, one for each."""
+    """Idempotency keys of a record: of one with rows, one for each."""
     assert record is not None
     if isinstance(record, SessionsDone):
         return [f"session_done/{session.key()}" for session in record.sessions]
+    if isinstance(record, Partials):
+        return record.row_keys()
     return [record.key()]
 
 
@@ -189,6 +219,11 @@ def check_contents(storage: Storage, log: LineageLog) -> None:
             for row, session in enumerate(record.sessions):
                 found = reader.trajectory(record.payload, row=row, session=session)
                 check_same(found, trajectory(session.group, record.tokens[row]))
+        elif isinstance(record, Partials):
+            tokens = read_tokens(reader, PartialBatch(record, record.payload))
+            for row, session in enumerate(record.sessions):
+                found, start, end = tokens.piece(row), record.starts[row], record.ends[row]
+                assert says_the_same(found, delta(session.group, start, end))
         elif isinstance(record, Submitted):
             assert record == submitted(record.group).control
 

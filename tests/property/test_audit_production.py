@@ -5,12 +5,14 @@ The audit and the writer share no code, so that each checks the other's reading 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import experience_records as make
+import numpy as np
 import pytest
 
 from perdure.audit import audit_run
@@ -18,9 +20,10 @@ from perdure.core.clock import ManualClock
 from perdure.core.errors import DamagedError, StorageError
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, OptimizerStep, PolicyVersion, SessionId
-from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.record_types import EvictionReason, GroupOutcome, StopReason
 from perdure.core.records import GroupSettled, Published, StepDone
 from perdure.core.storage_api import Storage
+from perdure.core.trajectories import PartialDelta, Trajectory, joined_segments
 from perdure.experience import (
     ExperienceStore,
     FinishedSession,
@@ -150,14 +153,52 @@ class Life:
         store.evict(evicted, global_step=GlobalStep(store.state.last_step + 1))
 
     def _session(self, store: ExperienceStore, session: SessionId) -> FinishedSession:
+        """Go on from what an earlier life left, leave some more, and end."""
         store.start_sessions([session])
-        trajectory = make.trajectory(
-            session.group,
-            session.index,
-            version=store.state.newest_version,
-            length=self._rng.randint(1, 9),
+        for _ in range(self._rng.choice([0, 0, 1, 3])):
+            self._leave(store, session)
+        left = store.prefix(session)
+        rest = self._next(store, session, generated=True)
+        trajectory = Trajectory(
+            session=session,
+            prompt_ids_P=np.array([1, 2, session.group], np.int32),
+            response_ids_T=np.concatenate([left.response_ids_T, rest.token_ids_N]),
+            logprobs_T=np.concatenate([left.logprobs_T, rest.logprobs_N]),
+            loss_mask_T=np.concatenate([left.loss_mask_T, rest.loss_mask_N]),
+            segments=joined_segments([*left.segments, *rest.segments]),
+            stop_reason=StopReason.STOP,
         )
         return FinishedSession(trajectory, self._rng.random(), {"right": 1.0})
+
+    def _leave(self, store: ExperienceStore, session: SessionId) -> None:
+        """Tokens, the result of a tool call and what it says, or a restart."""
+        self._maybe_die()
+        attempt, kind = store.prefix(session).attempt, self._rng.random()
+        if kind < 0.1:
+            store.restart_session(session, attempt=attempt + 1, reason="start again")
+        elif kind < 0.4:
+            turn = len(store.tool_results(session))
+            called = make.tool_result(session.group, session.index, turn=turn, attempt=attempt)
+            store.tool_result(called)
+            store.partials([self._next(store, session, generated=False)])
+        else:
+            store.partials([self._next(store, session, generated=True)])
+        if self._rng.random() < 0.3:
+            store.flush(1)
+
+    def _next(self, store: ExperienceStore, session: SessionId, *, generated: bool) -> PartialDelta:
+        left = store.prefix(session)
+        start = len(left.response_ids_T)
+        piece = make.delta(
+            session.group,
+            session.index,
+            start,
+            start + self._rng.randint(1, 9),
+            attempt=left.attempt,
+            version=store.state.newest_version,
+        )
+        mask = np.full(len(piece.token_ids_N), int(generated), np.uint8)
+        return dataclasses.replace(piece, loss_mask_N=mask)
 
     def _maybe_die(self) -> None:
         if self._rng.random() < 0.03:
@@ -194,9 +235,18 @@ def test_every_life_audits_clean(tmp_path: Path, seed: int) -> None:
 
 
 def test_the_campaign_reaches_what_it_is_for(tmp_path: Path) -> None:
-    """Across the seeds steps are trained, decisions voided, tails cut and groups evicted."""
+    """Across the seeds steps are trained, decisions voided, groups evicted, sessions cut short."""
     totals = dict.fromkeys(
-        ("training.global_steps", "log.void_decisions", "groups.evicted", "log.segments"), 0
+        (
+            "training.global_steps",
+            "log.void_decisions",
+            "groups.evicted",
+            "log.segments",
+            "unfinished.partial_tokens",
+            "unfinished.tool_results",
+            "unfinished.restarts",
+        ),
+        0,
     )
     for seed in range(6):
         rng, versions = random.Random(seed), itertools.count(1)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import dataclass, field
 
 import experience_records as make
 import pytest
+from experience_model import SESSIONS, Model
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,19 +20,17 @@ from log_cases import keys_of
 from perdure.core.clock import ManualClock
 from perdure.core.errors import LifecycleError
 from perdure.core.faults import NoFaults
-from perdure.core.ids import GlobalStep, GroupId, LogPosition, SessionId
+from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
 from perdure.core.record_types import DECISION_TYPES, EvictionReason, GroupOutcome
 from perdure.core.records import (
     Checkpointed,
     Collect,
     ControlRecord,
-    Evicted,
-    GroupSettled,
-    Refilled,
+    Partials,
+    SessionRestarted,
     SessionsDone,
-    StepDone,
-    Submitted,
     Taken,
+    ToolResult,
 )
 from perdure.experience import (
     ExperienceStore,
@@ -49,60 +47,6 @@ from perdure.storage.memory import MemoryStorage
 from perdure.storage.memory_disk import PowerLost
 
 RUN_ID = "5" * 32
-SESSIONS = 2
-
-
-@dataclass
-class Model:
-    """What a list of records means, said in the plainest way."""
-
-    state: dict[int, str] = field(default_factory=dict)
-    done: dict[int, set[int]] = field(default_factory=dict)
-    taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    steps: int = 0
-    owed: list[int] = field(default_factory=list)
-    checkpoints: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, records: list[ControlRecord]) -> Model:
-        model = cls()
-        for record in records:
-            model.add(record)
-        return model
-
-    def add(self, record: ControlRecord) -> None:
-        match record:
-            case Submitted():
-                self.state[record.group], self.done[record.group] = "pending", set()
-            case SessionsDone():
-                self._add_sessions(record)
-            case GroupSettled():
-                self.state[record.group] = record.outcome.value
-            case Taken():
-                self.taken[record.update.key()] = record.groups
-                self.state |= dict.fromkeys(record.groups, "taken")
-            case StepDone():
-                self.steps = record.global_step
-                self.state = {g: "trained" if s == "taken" else s for g, s in self.state.items()}
-            case Evicted():
-                self.state[record.group] = "evicted"
-                self.owed.append(record.group)
-            case Refilled():
-                self.owed.remove(record.replaces)
-            case Checkpointed():
-                self.checkpoints.append(record.directory)
-            case Collect():
-                self.checkpoints = [c for c in self.checkpoints if c not in record.directories]
-            case _:
-                raise AssertionError(record)
-
-    def _add_sessions(self, record: SessionsDone) -> None:
-        for session in record.sessions:
-            self.state[session.group] = "running"
-            self.done[session.group].add(session.index)
-
-    def among(self, *states: str) -> list[int]:
-        return sorted(group for group, state in self.state.items() if state in states)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -168,6 +112,65 @@ class StoreMachine(RuleBasedStateMachine):
         new = {(g, i): None for g, i in sessions if i not in self.model.done[g]}
         if new:
             self.log(make.sessions_done(new))
+
+    @precondition(lambda self: self.model.unfinished())
+    @rule(
+        picks=st.lists(st.integers(0, 99), min_size=1, max_size=4),
+        back=st.integers(0, 3),
+        new=st.integers(0, 5),
+    )
+    def partials(self, picks: list[int], back: int, new: int) -> None:
+        """Sessions go on, and say a little again of what is in the log already."""
+        model, rows = self.model, []
+        unfinished = model.unfinished()
+        sessions = {unfinished[pick % len(unfinished)]: None for pick in picks}
+        deltas = []
+        for session in sessions:
+            attempt = model.attempt(session)
+            start, end = max(0, attempt.tokens - back), attempt.tokens + new
+            delta = make.delta(session.group, session.index, start, end, attempt=attempt.number)
+            deltas.append(delta)
+            rows.append((session, attempt.number, attempt.tokens, end))
+        self.store.partials(deltas)
+        if new:
+            self.log(partials_record(rows))
+
+    @precondition(lambda self: self.model.unfinished())
+    @rule(pick=st.integers(0, 99), gap=st.integers(1, 3))
+    def refused_partial(self, pick: int, gap: int) -> None:
+        unfinished = self.model.unfinished()
+        session = unfinished[pick % len(unfinished)]
+        attempt = self.model.attempt(session)
+        start = attempt.tokens + gap
+        with pytest.raises(LifecycleError):
+            self.store.partials([make.delta(session.group, session.index, start, start + 1)])
+
+    @precondition(lambda self: self.model.unfinished())
+    @rule(pick=st.integers(0, 99), turn=st.integers(0, 1), result=st.sampled_from("xy"))
+    def tool_result(self, pick: int, turn: int, result: str) -> None:
+        unfinished = self.model.unfinished()
+        session = unfinished[pick % len(unfinished)]
+        attempt = self.model.attempt(session)
+        record = make.tool_result(
+            session.group, session.index, turn=turn, attempt=attempt.number, result=result
+        )
+        known = attempt.results.get((turn, 0))
+        if known not in (None, result):
+            with pytest.raises(LifecycleError):
+                self.store.tool_result(record)
+            return
+        self.store.tool_result(record)
+        if known is None:
+            self.log(record)
+
+    @precondition(lambda self: self.model.unfinished())
+    @rule(pick=st.integers(0, 99))
+    def restart_session(self, pick: int) -> None:
+        unfinished = self.model.unfinished()
+        session = unfinished[pick % len(unfinished)]
+        attempt = self.model.attempt(session)
+        self.store.restart_session(session, attempt=attempt.number + 1, reason="start again")
+        self.log(make.restarted(session.group, session.index, attempt=attempt.number + 1))
 
     @precondition(lambda self: self.model.among("pending", "running"))
     @rule(pick=st.integers(0, 99), fail=st.sampled_from([False, False, True]))
@@ -269,8 +272,23 @@ class StoreMachine(RuleBasedStateMachine):
         if isinstance(record, SessionsDone):
             others = [make.trajectory(s.group, s.index, length=7) for s in record.sessions]
             self.store.sessions_done([FinishedSession(other, 0.5, {}) for other in others])
+        elif isinstance(record, Partials | ToolResult | SessionRestarted):
+            # Of a group that is settled meanwhile there may be nothing left to compare with.
+            with contextlib.suppress(LifecycleError):
+                self.repeat_unfinished(record)
         else:
             self.store.append(record)
+
+    def repeat_unfinished(self, record: Partials | ToolResult | SessionRestarted) -> None:
+        if isinstance(record, ToolResult):
+            self.store.tool_result(record)
+        elif isinstance(record, SessionRestarted):
+            self.store.append(record)
+        else:
+            columns = zip(record.sessions, record.attempts, record.starts, record.ends, strict=True)
+            self.store.partials(
+                [make.delta(s.group, s.index, a, b, attempt=n) for s, n, a, b in columns]
+            )
 
     @rule()
     def flush(self) -> None:
@@ -370,12 +388,40 @@ class StoreMachine(RuleBasedStateMachine):
         assert [c.directory for c in self.store.committed()] == model.checkpoints
 
     @invariant()
+    def unfinished_sessions_go_on_from_what_they_left(self) -> None:
+        attempts = self.model.attempts
+        begun = {s: b for group in self.store.open_groups() for s, b in group.begun.items()}
+        assert {(s.group, s.index) for s in begun} == attempts.keys()
+        prefixes = self.store.prefixes(list(begun))
+        for session, some in begun.items():
+            attempt = attempts[session.group, session.index]
+            assert (some.attempt, some.tokens) == (attempt.number, attempt.tokens)
+            whole = make.delta(
+                session.group, session.index, 0, attempt.tokens, attempt=attempt.number
+            )
+            found = prefixes[session]
+            assert found.attempt == attempt.number
+            assert found.response_ids_T.tolist() == whole.token_ids_N.tolist()
+            assert found.logprobs_T.tolist() == whole.logprobs_N.tolist()
+            assert found.loss_mask_T.tolist() == whole.loss_mask_N.tolist()
+            assert [s.end for s in found.segments] == [attempt.tokens] * bool(attempt.tokens)
+            results = self.store.tool_results(session)
+            assert {call: result.result for call, result in results.items()} == attempt.results
+
+    @invariant()
     def finished_groups_can_be_read(self) -> None:
         for group in self.model.among("finished", "taken")[-2:]:
             found = self.store.rewarded_group(GroupId(group))
             for index, trajectory in enumerate(found.trajectories):
                 expected = make.trajectory(group, index)
                 assert trajectory.response_ids_T.tolist() == expected.response_ids_T.tolist()
+
+
+def partials_record(rows: list[tuple[SessionId, int, int, int]]) -> Partials:
+    """A record of these sessions, attempts, starts and ends."""
+    sessions, attempts, starts, ends = zip(*rows, strict=True)
+    versions = (PolicyVersion(0),) * len(rows)
+    return Partials(sessions, attempts, starts, ends, versions, versions, make.REF)
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -13,6 +13,7 @@ from log_cases import (
     make_claim,
     make_run,
     open_writer,
+    partials,
     read_head,
     session_done,
     started,
@@ -35,9 +36,10 @@ def _first_life(storage: MemoryStorage, history: History) -> None:
     history.append(writer, [started(claimed), submitted(0)])
     writer.flush(FLUSH_S)
     history.append(writer, [session_done(0, tokens=150)])
+    history.append(writer, [partials([1, 2], 0, 60)])
     history.append(writer, [submitted(1), submitted(2)])
     writer.flush(FLUSH_S)
-    history.append(writer, [session_done(1), session_done(2, tokens=40)])
+    history.append(writer, [session_done(1), partials([3, 2], 0, 1), session_done(2, tokens=40)])
     writer.flush(FLUSH_S)
     history.append(writer, [submitted(3)])
     writer.flush(FLUSH_S)

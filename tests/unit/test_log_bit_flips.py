@@ -11,6 +11,7 @@ from log_cases import (
     make_claim,
     make_run,
     open_writer,
+    partials,
     read_head,
     session_done,
     started,
@@ -30,7 +31,7 @@ def _write(storage: MemoryStorage, *, close: bool) -> None:
     writer = open_writer(storage, claimed)
     writer.append([started(claimed), submitted(0)])
     writer.flush(FLUSH_S)
-    writer.append([session_done(0)])
+    writer.append([session_done(0), partials([1, 2], 0, 3)])
     writer.flush(FLUSH_S)
     writer.append([submitted(1)])
     writer.flush(FLUSH_S)
