@@ -123,8 +123,8 @@ def _check_drifted_curve(run: Path, state: ExperienceState) -> None:
 def _drifting(update: Callable[..., Any]) -> Callable[..., Any]:
     """What another machine's arithmetic would do: the same update with other last bits."""
 
-    def drifting(self: LocalLearner, *arguments: Any) -> Any:
-        result = update(self, *arguments)
+    def drifting(self: LocalLearner, *arguments: Any, **named: Any) -> Any:
+        result = update(self, *arguments, **named)
         with torch.no_grad():
             next(iter(self.policy_weights().values())).mul_(1.0 + 1e-6)
         return result
@@ -254,10 +254,10 @@ def test_a_batch_that_raises_twice_is_set_aside(
     run = tmp_path / "run"
     original = LocalLearner.local_update
 
-    def poisoned(self: LocalLearner, update: UpdateId, groups: Any) -> Any:
+    def poisoned(self: LocalLearner, update: UpdateId, groups: Any, **named: Any) -> Any:
         if update == POISON:
             raise ZeroDivisionError("this batch")
-        return original(self, update, groups)
+        return original(self, update, groups, **named)
 
     monkeypatch.setattr(LocalLearner, "local_update", poisoned)
     config = load_config(RunConfig, RECIPE)
