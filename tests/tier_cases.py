@@ -295,8 +295,11 @@ class BreakingObjects:
     def read_into(self, key: str, out: memoryview) -> bool:
         return self._do("read_into", key, lambda: self.objects.read_into(key, out))
 
-    def fingerprint(self, key: str) -> tuple[int, str]:
-        return self._do("fingerprint", key, lambda: self.objects.fingerprint(key))
+    def fingerprint(self, key: str, *, chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
+        def call() -> tuple[int, tuple[str, ...]]:
+            return self.objects.fingerprint(key, chunk_bytes=chunk_bytes)
+
+        return self._do("fingerprint", key, call)
 
     def read_tagged(self, key: str) -> tuple[bytes, str]:
         return self._do("read_tagged", key, lambda: self.objects.read_tagged(key))

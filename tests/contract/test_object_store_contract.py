@@ -69,7 +69,10 @@ def test_bytes_come_back_whole(objects: ObjectStore) -> None:
     data.flags.writeable = False
     assert objects.create("big", data.data)
     assert objects.read("big") == data.tobytes()
-    assert objects.fingerprint("big") == (100_000, xxhash.xxh3_128_hexdigest(data.data))
+    for chunk_bytes in (1000, 30_000, 99_999, 100_000, 200_000):
+        chunks = [data[start : start + chunk_bytes] for start in range(0, 100_000, chunk_bytes)]
+        sums = tuple(xxhash.xxh3_128_hexdigest(chunk.data) for chunk in chunks)
+        assert objects.fingerprint("big", chunk_bytes=chunk_bytes) == (100_000, sums)
     out = bytearray(100_000)
     assert objects.read_into("big", memoryview(out))
     assert out == data.tobytes()
@@ -78,7 +81,7 @@ def test_bytes_come_back_whole(objects: ObjectStore) -> None:
     assert objects.create("empty", b"")
     assert objects.read("empty") == b""
     assert objects.read_into("empty", memoryview(bytearray()))
-    assert objects.fingerprint("empty")[0] == 0
+    assert objects.fingerprint("empty", chunk_bytes=1) == (0, ())
 
 
 def test_a_swap_needs_the_state_it_was_made_from(objects: ObjectStore) -> None:
@@ -117,7 +120,7 @@ def test_what_is_absent_is_not_found(objects: ObjectStore) -> None:
         lambda objects: objects.read("nothing/here"),
         lambda objects: objects.read_tagged("nothing/here"),
         lambda objects: objects.read_into("nothing/here", into),
-        lambda objects: objects.fingerprint("nothing/here"),
+        lambda objects: objects.fingerprint("nothing/here", chunk_bytes=1),
     ]
     for read in reads:
         with pytest.raises(FileNotFoundError):
@@ -169,7 +172,7 @@ CALLS: dict[str, Call] = {
     "swap": lambda objects: objects.swap("swapped", b"data" * 5000, expected=None),
     "read": lambda objects: objects.read("old"),
     "read_into": lambda objects: objects.read_into("old", memoryview(bytearray(20_000))),
-    "fingerprint": lambda objects: objects.fingerprint("old"),
+    "fingerprint": lambda objects: objects.fingerprint("old", chunk_bytes=1 << 20),
     "tagged": lambda objects: objects.read_tagged("old"),
     "list": lambda objects: objects.list(""),
     "delete": lambda objects: objects.delete(["other"]),

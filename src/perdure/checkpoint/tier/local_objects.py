@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import xxhash
 
-from perdure.checkpoint.tier.objects import Bytes, RemoteUnavailableError
+from perdure.checkpoint.tier.objects import Bytes, RemoteUnavailableError, chunk_sums
 from perdure.core.errors import ConfigError, StorageError
 from perdure.storage import PosixStorage
 
@@ -70,10 +70,9 @@ class LocalObjects:
         with self._at(key), open(self._root / key, "rb") as file:
             return file.readinto(out) == len(out) and not file.read(1)
 
-    def fingerprint(self, key: str) -> tuple[int, str]:
+    def fingerprint(self, key: str, *, chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
         with self._at(key):
-            data = self._storage.map(key)
-            return data.nbytes, xxhash.xxh3_128_hexdigest(data.data)
+            return chunk_sums([self._storage.map(key).data], chunk_bytes)
 
     def read_tagged(self, key: str) -> tuple[bytes, str]:
         data = self.read(key)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
+
+import xxhash
 
 from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError, StorageError
@@ -17,6 +19,24 @@ _T = TypeVar("_T")
 
 class RemoteUnavailableError(StorageError):
     """The remote tier did not answer, or answered nonsense; the same request may succeed later."""
+
+
+def chunk_sums(data: Iterable[Bytes], chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
+    """How many bytes there are in the parts together, and xxh3-128 of each ``chunk_bytes``."""
+    sums: list[str] = []
+    state, left, size = xxhash.xxh3_128(), chunk_bytes, 0
+    for part in data:
+        rest = memoryview(part)
+        size += len(rest)
+        while len(rest) >= left:
+            state.update(rest[:left])
+            sums.append(state.hexdigest())
+            state, rest, left = xxhash.xxh3_128(), rest[left:], chunk_bytes
+        state.update(rest)
+        left -= len(rest)
+    if left < chunk_bytes:
+        sums.append(state.hexdigest())
+    return size, tuple(sums)
 
 
 class ObjectStore(Protocol):
@@ -51,8 +71,11 @@ class ObjectStore(Protocol):
         """Fill ``out``; False if the object is shorter or longer. Raises ``FileNotFoundError``."""
         ...
 
-    def fingerprint(self, key: str) -> tuple[int, str]:
-        """Size and xxh3-128 of what is stored, by reading it. Raises ``FileNotFoundError``."""
+    def fingerprint(self, key: str, *, chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
+        """Size of what is stored and xxh3-128 of each ``chunk_bytes`` of it, by reading it.
+
+        Raises ``FileNotFoundError``.
+        """
         ...
 
     def read_tagged(self, key: str) -> tuple[bytes, str]:
@@ -129,8 +152,8 @@ class RetryingObjects:
     def read_into(self, key: str, out: memoryview) -> bool:
         return self._insist(key, lambda: self.objects.read_into(key, out))
 
-    def fingerprint(self, key: str) -> tuple[int, str]:
-        return self._insist(key, lambda: self.objects.fingerprint(key))
+    def fingerprint(self, key: str, *, chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
+        return self._insist(key, lambda: self.objects.fingerprint(key, chunk_bytes=chunk_bytes))
 
     def read_tagged(self, key: str) -> tuple[bytes, str]:
         return self._insist(key, lambda: self.objects.read_tagged(key))

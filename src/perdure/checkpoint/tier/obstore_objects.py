@@ -10,7 +10,6 @@ from datetime import timedelta
 from typing import Any
 
 import obstore
-import xxhash
 from obstore.exceptions import (
     AlreadyExistsError,
     BaseError,
@@ -26,7 +25,7 @@ from obstore.store import ObjectStore as AnyStore
 from obstore.store import S3Store
 
 from perdure.checkpoint.tier.local_objects import open_local
-from perdure.checkpoint.tier.objects import Bytes, ObjectStore, RemoteUnavailableError
+from perdure.checkpoint.tier.objects import Bytes, ObjectStore, RemoteUnavailableError, chunk_sums
 from perdure.core.errors import ConfigError, StorageError
 
 _CHUNK_BYTES = 256 << 10
@@ -81,12 +80,8 @@ class ObstoreObjects:
             position = end
         return position == len(out)
 
-    def fingerprint(self, key: str) -> tuple[int, str]:
-        state, size = xxhash.xxh3_128(), 0
-        for chunk in self._chunks(key):
-            state.update(chunk)
-            size += len(chunk)
-        return size, state.hexdigest()
+    def fingerprint(self, key: str, *, chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
+        return chunk_sums(self._chunks(key), chunk_bytes)
 
     def _chunks(self, key: str) -> Generator[memoryview]:
         # Small ones stay in the processor's cache: whole objects cost three times the CPU.
