@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import in_a_process
 from replay_cases import ReplayRun, rows, small_ring, values_of
 
 from perdure.core.faults import FaultPlan, FaultPoint, FaultRule
@@ -52,21 +50,6 @@ def check(run: ReplayRun, step: int) -> None:
     assert all(run.engine.verify(record.directory).ok for record in run.ledger.committed())
 
 
-def in_a_process(action: Callable[[], None], *, kill_after_s: float | None = None) -> int:
-    """Run in a forked process; returns its status, negative for a signal."""
-    child = os.fork()
-    if not child:
-        try:
-            action()
-            os._exit(0)
-        except BaseException:  # noqa: BLE001 - a forked test process must end here
-            os._exit(1)
-    if kill_after_s is not None:
-        time.sleep(kill_after_s)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 @pytest.mark.parametrize("hit", [1, 2, 4])
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.value)
 def test_killed_at_a_point(tmp_path: Path, point: FaultPoint, hit: int) -> None:
@@ -78,14 +61,15 @@ def test_killed_at_a_point(tmp_path: Path, point: FaultPoint, hit: int) -> None:
     assert left_over <= 2 * (CAPACITY // 5 + 4)
 
 
-def test_killed_at_random_moments(tmp_path: Path) -> None:
-    rng, killed = random.Random(7), 0
-    for incarnation in range(1, 41):
+@pytest.mark.parametrize(
+    "kills", [40, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
+    rng = random.Random(kills)
+    for incarnation in range(1, kills + 1):
         status = in_a_process(
             lambda number=incarnation: go_on(tmp_path, number, FaultPlan(), steps=500),
             kill_after_s=rng.uniform(0.0, 0.15),
         )
         assert status == -signal.SIGKILL
-        killed += 1
-    assert killed == 40
-    assert in_a_process(lambda: go_on(tmp_path, 99, FaultPlan(), steps=1)) == 0
+    assert in_a_process(lambda: go_on(tmp_path, kills + 1, FaultPlan(), steps=1)) == 0
