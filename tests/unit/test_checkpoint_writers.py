@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import signal
 import sys
@@ -125,6 +127,25 @@ def test_memory_is_known_beforehand_and_in_the_manifest(tmp_path: Path) -> None:
         rig.engine.close()
     with pytest.raises(ConfigError, match="arenas"):
         CheckpointOptions(arenas=3)  # type: ignore[arg-type]
+
+
+def test_without_memory_a_save_fails_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(PosixStorage(tmp_path), arenas=1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", refuse)
+        assert not rig.stage(1)
+        assert "set arenas to 1" in str(rig.engine.last_error)
+        with pytest.raises(StorageError, match="for a copy of the state"):
+            rig.stage(2, must=True)
+    assert rig.stage(3, must=True)
+    assert rig.engine.last_error is None
+    rig.engine.close()
 
 
 def test_one_arena_skips_while_it_is_written() -> None:

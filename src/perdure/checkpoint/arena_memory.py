@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from perdure.core.errors import StorageError
 from perdure.storage.bulk_process import SharedMemory
 
 _MADV_POPULATE_WRITE = 23
@@ -24,11 +25,27 @@ class ArenaMemory:
     Args:
         size: Bytes; whole pages are taken.
         shared: Behind a descriptor that another process can map, where the system has such.
+
+    Raises:
+        StorageError: The system does not give so much.
     """
 
     def __init__(self, size: int, *, shared: bool) -> None:
         pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self.shared: SharedMemory | None = None
+        try:
+            self._take(pages, shared=shared)
+        except (OSError, MemoryError) as error:
+            self.close()
+            raise StorageError(
+                f"cannot get {pages / 1e9:.3g} GB for a copy of the state ({error})",
+                where="memory",
+                rule="saving takes a copy of all tensors, or two",
+                way_out="set arenas to 1, or give the process more memory; perdure doctor says how"
+                " much it takes",
+            ) from error
+
+    def _take(self, pages: int, *, shared: bool) -> None:
         if shared and hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("checkpoint-arena", os.MFD_CLOEXEC)
             self.shared = SharedMemory(next(_keys), descriptor, pages)

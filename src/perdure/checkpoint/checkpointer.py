@@ -111,7 +111,8 @@ class Checkpointer:
         """Copy all components; become durable in the background.
 
         After return nothing of the caller's is referred to. With all arenas busy the save is
-        skipped, counted and reported, never waited for; so is a copy that was torn by a change.
+        skipped, counted and reported, never waited for; so is a copy that was torn by a change. One
+        for which there is no memory has failed, and is reported.
 
         Args:
             name: A name never used before.
@@ -119,7 +120,7 @@ class Checkpointer:
             must: Wait for a free arena and for the commit, and raise what prevented it.
 
         Returns:
-            False if it was skipped.
+            False if nothing was handed over.
 
         Raises:
             ConfigError: The name is taken, a required component is missing, or a state cannot be
@@ -136,7 +137,13 @@ class Checkpointer:
             self.skipped += 1
             self.events("checkpoint_skipped", {"step": name.step, "reason": "all arenas are busy"})
             return False
-        saving = self._untorn(name, info, tries=MUST_TRIES if must else 1)
+        try:
+            saving = self._untorn(name, info, tries=MUST_TRIES if must else 1)
+        except StorageError as error:
+            if must:
+                raise
+            pipeline.report(name, error)
+            return False
         if saving is not None and must:
             self._await_commit(name.directory, saving)
         if saving is None and must:

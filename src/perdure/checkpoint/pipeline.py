@@ -201,14 +201,14 @@ class SavePipeline:
         except (PerdureError, OSError) as error:
             if writing:
                 self._discard(name)
-            return self._report(name, error)
+            return self.report(name, error)
         finally:
             self._free.append(snapshot.arena)
         self.verified.add(name.directory)
         try:
             self._commit(manifest, digest, started_s)
         except (PerdureError, OSError) as error:
-            return self._report(name, error)
+            return self.report(name, error)
         self.last_error = None
         try:
             self.segments.named_now(manifest.segments)
@@ -217,7 +217,7 @@ class SavePipeline:
             if self.tier is not None:
                 self.tier.notify()
         except (PerdureError, OSError) as error:
-            self._report(name, error)
+            self.report(name, error)
         return None
 
     def _store(
@@ -231,7 +231,8 @@ class SavePipeline:
             return error
         return None
 
-    def _report(self, name: CheckpointName, error: SaveError) -> SaveError:
+    def report(self, name: CheckpointName, error: SaveError) -> SaveError:
+        """Count and say why a save was not committed."""
         self.failed += 1
         self.last_error = error
         text = str(error) or repr(error)
