@@ -18,6 +18,7 @@ from perdure.core.records import ToolResult
 from perdure.core.trajectories import PartialDelta, Segment, SessionPrefix
 from perdure.experience import (
     Begun,
+    ExperienceState,
     ExperienceStore,
     LogOptions,
     RunInfo,
@@ -26,6 +27,9 @@ from perdure.experience import (
     entries,
 )
 from perdure.experience.continuation import MAX_RESULT_CHARACTERS
+from perdure.experience.partials import read_tokens
+from perdure.experience.payloads import PayloadReader
+from perdure.experience.unfinished import PartialBatch
 from perdure.storage.memory import MemoryStorage
 
 S00 = SessionId(GroupId(0), 0)
@@ -203,6 +207,8 @@ def test_a_restart_leaves_tokens_and_results_behind(
     store.tool_result(make.tool_result(0, 0))
     store.restart_session(S00, attempt=1, reason="start again")
     store.restart_session(S00, attempt=1, reason="start again")
+    assert store.tool_results(S00) == {}
+    assert_prefix(store.prefix(S00))
     again = make.delta(0, 0, 0, 2, attempt=1)
     store.partials([again])
     with pytest.raises(LifecycleError, match="of attempt 0 in attempt 1"):
@@ -327,3 +333,27 @@ def test_damaged_tokens_are_not_taken_for_absent(
     # What needs no reading goes on.
     store.partials([make.delta(0, 0, 40, 60)])
     assert_prefix(store.prefix(S11))
+
+
+def test_a_reference_that_leads_to_other_tokens_is_damage(
+    store: ExperienceStore, storage: MemoryStorage
+) -> None:
+    store.partials([make.delta(0, 0, 0, 4)])
+    store.flush(1)
+    store.prefix(S00)
+    ref = store.state.groups[GroupId(0)].unfinished[0].parts[0].batch.payload
+    for rows, attempt in (([(0, 0, 1, 5)], 0), ([(0, 1, 0, 4)], 0), ([(0, 0, 0, 4)], 1)):
+        batch = PartialBatch(make.partials(rows, attempt=attempt), ref)
+        with pytest.raises(DamagedError, match="is not that of partials/"):
+            read_tokens(PayloadReader(storage), batch)
+
+
+def test_a_row_that_counted_before_does_not_count_again() -> None:
+    state = ExperienceState()
+    state.apply(make.at(64), make.submitted(0))
+    state.apply(make.at(128), make.partials([(0, 0, 0, 4)]))
+    assert not state.apply(make.at(640), make.partials([(0, 0, 0, 4)]))
+    assert state.apply(make.at(704), make.partials([(0, 1, 0, 2), (0, 0, 0, 4)]))
+    unfinished = state.groups[GroupId(0)].unfinished
+    assert [unfinished[index].tokens for index in (0, 1)] == [4, 2]
+    state.check()

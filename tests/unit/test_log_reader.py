@@ -13,6 +13,7 @@ from log_cases import (
     make_claim,
     make_run,
     open_writer,
+    partials,
     payload_of,
     read_head,
     session_done,
@@ -312,7 +313,12 @@ def test_log_valid_record_in_a_wrong_place_is_damage(
         read_head(storage)
 
 
-def test_log_reference_to_no_record_is_damage() -> None:
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [(session_done(1), "sessions_done/g1.s0"), (partials([1], 0, 5), "partials/g1.s0/0/0")],
+    ids=["sessions", "partials"],
+)
+def test_log_reference_to_no_record_is_damage(other: Entry, key: str) -> None:
     storage = _run()
     good = session_done(0)
     writer = _live(storage, [good])
@@ -325,9 +331,9 @@ def test_log_reference_to_no_record_is_damage() -> None:
     ):
         copy = MemoryStorage()
         make_run(copy)
-        record = dataclasses.replace(session_done(1).control, payload=ref)
+        record = dataclasses.replace(other.control, payload=ref)
         _live(copy, [good], [Entry(record)])
-        with pytest.raises(DamagedError, match="the payload of sessions_done/g1.s0 is not at"):
+        with pytest.raises(DamagedError, match=f"the payload of {key} is not at"):
             read_head(copy)
     assert writer.position == read_head(storage).end
 

@@ -145,7 +145,8 @@ def read_tokens(reader: PayloadReader, batch: PartialBatch) -> PartialTokens:
         "starts": list(record.starts),
         "ends": list(record.ends),
     }
-    if record_type is not RecordType.PARTIAL_TOKENS or expected.items() > fields.items():
+    same = all(fields.get(name) == value for name, value in expected.items())
+    if record_type is not RecordType.PARTIAL_TOKENS or not same:
         raise DamagedError(
             f"a record of type {record_type.name} is not that of {record.key()}",
             where=SegmentName(ref.incarnation, Stream.PAYLOAD, ref.segment).path,
