@@ -16,6 +16,7 @@ from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import GenerationChunk, GenerationRequest
 from perdure.rollout import EnginePool, PoolOptions
 from perdure.rollout.members import TRANSITIONS, Member, MemberEvent, MemberState
+from perdure.rollout.silence import SilenceWatch
 
 ONE = PolicyVersion(1)
 SOON_S = 0.05
@@ -398,7 +399,8 @@ def test_names_are_unique_and_losses_told_once() -> None:
 def test_every_transition_is_in_the_table_or_refused(
     state: MemberState, event: MemberEvent
 ) -> None:
-    member = Member("a", RuleEngine(), heard_s=0.0, state=state)
+    watch = SilenceWatch(1.0, on_silence=lambda _: None)
+    member = Member("a", RuleEngine(), watch, state=state)
     after = TRANSITIONS.get((state, event))
     if after is None:
         with pytest.raises(ValueError, match=f"is {state.value}: it cannot {event.value}"):

@@ -36,6 +36,9 @@ FIELDS = MappingProxyType(
         "warm_start": ("step", "loss", "seconds"),
         "step": ("global_step", "reward", "seconds"),
         "published": ("version", "digest", "seconds"),
+        "engine_lost": ("engine", "reason"),
+        "engine_replaced": ("engine", "seconds"),
+        "engine_not_replaced": ("engine", "reason"),
         "evaluated": ("global_step", "accuracy", "seconds"),
         "warning": ("message",),
     }

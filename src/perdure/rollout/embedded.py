@@ -34,6 +34,7 @@ from perdure.rollout.slots import LiveRequest, SlotTable
 
 NO_VERSION = PolicyVersion(-1)
 """Version of an engine that has never held weights."""
+COUNTERS = 3
 
 
 class EmbeddedEngine:
@@ -42,8 +43,8 @@ class EmbeddedEngine:
     Args:
         model_config: Shape of the model.
         options: Slots, lengths, determinism.
-        counters: uint64 (2,), kept up to date: tokens decoded, and those of them that streams were
-            given or do not want any more. Another process may read them.
+        counters: uint64 (3,), kept up to date: tokens decoded, given to streams, and no longer
+            wanted. Another process may read them.
 
     Raises:
         ConfigError: ``max_tokens`` exceeds the model's ``max_positions``.
@@ -71,7 +72,7 @@ class EmbeddedEngine:
         self._paused = False
         self._closed = False
         self._driver: asyncio.Task[None] | None = None
-        self._counters = np.zeros(2, np.uint64) if counters is None else counters
+        self._counters = np.zeros(COUNTERS, np.uint64) if counters is None else counters
         self._incarnation = NO_INCARNATION
 
     def _new_table(self) -> SlotTable:
@@ -96,7 +97,8 @@ class EmbeddedEngine:
 
     @property
     def undelivered_tokens(self) -> int:
-        return int(self._counters[0] - self._counters[1])
+        decoded, delivered, unwanted = self._counters.tolist()
+        return decoded - delivered - unwanted
 
     def on_loss(self, tell: LossListener) -> None:
         """It lives and dies with this process: there is never anything to tell."""
@@ -126,6 +128,9 @@ class EmbeddedEngine:
                 yield chunk
         finally:
             self._drop(live)
+            unread = np.uint64(sum(len(chunk.token_ids) for chunk in live.chunks))
+            self._counters[1] -= unread
+            self._counters[2] += unread
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """End these requests (all when None), running or waiting; unknown ids are ignored."""
@@ -305,7 +310,7 @@ class EmbeddedEngine:
         del self._live[live.request.request_id]
         if live.slot >= 0:
             unwanted = self._table.generated[live.slot] - self._table.delivered[live.slot]
-            self._counters[1] += np.uint64(unwanted)
+            self._counters[2] += np.uint64(unwanted)
             self._table.release(live.slot)
         elif live in self._waiting:
             self._waiting.remove(live)

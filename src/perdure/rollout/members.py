@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 from dataclasses import dataclass, field
 
 from perdure.core.ids import PolicyVersion
 from perdure.core.rollout_api import RolloutEngine
+from perdure.rollout.silence import SilenceWatch
 
 
 class MemberState(enum.Enum):
@@ -59,21 +59,16 @@ class Member:
 
     Attributes:
         reason: Why it is in its state, for people.
-        heard_s: When it last gave a token, or somebody began to wait for one, in the event loop's
-            time.
         waiting: Streams that wait for it now.
-        suspected: It was found silent once already.
-        watch: Fires when it may have been silent for too long.
+        watch: Expects tokens while streams wait for them.
     """
 
     name: str
     engine: RolloutEngine
-    heard_s: float
+    watch: SilenceWatch = field(repr=False)
     state: MemberState = MemberState.QUARANTINED
     reason: str = "no weights yet"
     waiting: int = 0
-    suspected: bool = False
-    watch: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     def apply(self, event: MemberEvent, reason: str = "") -> None:
         """Change the state. Raises ``ValueError`` if the table does not have it."""
@@ -90,14 +85,8 @@ class Member:
     def begin_waiting(self) -> None:
         """A stream waits for its next chunk."""
         if not self.waiting:
-            self.heard_s = asyncio.get_running_loop().time()
+            self.watch.heard()
         self.waiting += 1
-
-    def stop_watch(self) -> None:
-        """Expect nothing of it for now."""
-        if self.watch is not None:
-            self.watch.cancel()
-            self.watch = None
 
 
 @dataclass(frozen=True, slots=True)

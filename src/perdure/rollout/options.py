@@ -54,3 +54,36 @@ class PoolOptions(BaseModel):
     sticky_requests: int = Field(
         default=10_000, ge=1, description="Request ids whose last engine is remembered."
     )
+
+
+class ProcessOptions(BaseModel):
+    """How an engine's process is started, and when it counts as dead."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    threads: int = Field(default=1, ge=1, description="Threads that torch computes with.")
+    start_timeout_s: float = Field(
+        default=120.0, gt=0, description="Longest time until it answers for the first time."
+    )
+    heartbeat_s: float = Field(default=1.0, gt=0, description="Between two signs of life.")
+    silence_timeout_s: float = Field(
+        default=8.0,
+        gt=0,
+        description="Without a sign of life for so long (and a tenth more) it is killed. Its event "
+        "loop gives them: nothing it does at a stretch, such as loading weights, may take longer.",
+    )
+
+
+class ReplacementOptions(BaseModel):
+    """How often lost engines are replaced."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_replacements: int = Field(
+        default=5, ge=0, description="Of one engine within the window; then it stays lost."
+    )
+    window_s: float = Field(default=3600.0, gt=0, description="In which replacements are counted.")
+    backoff_s: float = Field(
+        default=1.0, ge=0, description="Before the second replacement; doubled for each further."
+    )
+    max_backoff_s: float = Field(default=60.0, ge=0, description="Longest back-off.")

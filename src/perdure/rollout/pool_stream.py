@@ -53,7 +53,7 @@ class PoolStream:
     """State of a live request. One consumer iterates :meth:`chunks`.
 
     Attributes:
-        request: What is left to do: the caller's request with all tokens so far as its prefix.
+        request: What an engine is, or was last, asked: the caller's, with the tokens that it had.
         member: Where it is served; kept after ``placement`` is gone, until the attempt has ended.
         placement: Its place at that engine; None at the door, and after an interruption.
         aborted: Whether the caller has ended it.
@@ -63,6 +63,7 @@ class PoolStream:
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
+        self._tokens = list(request.prefix_ids)
         self.member: Member | None = None
         self.placement: Placement | None = None
         self.aborted = False
@@ -82,6 +83,7 @@ class PoolStream:
         neither a place nor an attempt behind.
         """
         while True:
+            self.request = replace(self.request, prefix_ids=tuple(self._tokens))
             reason = prefix_end(self.request)
             member = None
             if reason is None:
@@ -101,7 +103,7 @@ class PoolStream:
 
     async def _attempt(self, host: StreamHost, member: Member) -> AsyncGenerator[GenerationChunk]:
         """Chunks of one engine; ends without a stop reason if the request is to go on elsewhere."""
-        spent = len(self.request.prefix_ids)
+        spent = len(self._tokens)
         recalled = False
         stream = member.engine.generate(self.request)
         try:
@@ -111,10 +113,7 @@ class PoolStream:
                 recalled = self.placement is None
                 if chunk.stop_reason is not None:
                     host.leave(self)
-                self.request = replace(
-                    self.request,
-                    prefix_ids=self.request.prefix_ids + tuple(chunk.token_ids.tolist()),
-                )
+                self._tokens += chunk.token_ids.tolist()
                 if not over or self.aborted:
                     yield chunk
                 elif len(chunk.token_ids):
@@ -128,7 +127,7 @@ class PoolStream:
             host.leave(self)
             await _close(stream)
         lost = member.state is MemberState.LOST
-        fruitless = len(self.request.prefix_ids) == spent and not recalled
+        fruitless = len(self._tokens) == spent and not recalled
         host.continued(self, setback=lost or fruitless)
 
     async def _next(

@@ -16,10 +16,7 @@ from perdure.core.rollout_api import RolloutEngine
 from perdure.rollout.balancer import Balancer, Placement
 from perdure.rollout.members import Member, MemberEvent, MemberReport, MemberState
 from perdure.rollout.options import PoolOptions
-
-_GRACE_FRACTION = 0.1
-"""A silent engine is heard once more for this part of the time-out: the event loop itself may have
-been busy, and what the engine sent lies unread."""
+from perdure.rollout.silence import SilenceWatch
 
 
 @dataclass(slots=True)
@@ -68,7 +65,12 @@ class Roster:
         if old is not None and old.state is not MemberState.LOST:
             raise ValueError(f"there is an engine {name!r} already; names are unique")
         self._balancer.add(name)
-        member = Member(name, engine, heard_s=0.0)
+        watch = SilenceWatch(
+            self._options.silence_timeout_s,
+            expected=lambda: self._owes_tokens(member),
+            on_silence=lambda silent_s: self.lose(member, self._silent(member, silent_s)),
+        )
+        member = Member(name, engine, watch)
         self._members[name] = member
         engine.on_loss(lambda error: self.lose(member, error))
 
@@ -88,7 +90,6 @@ class Roster:
         """Change a member's state, and whether it gets traffic. ``ValueError``: not possible."""
         member.apply(event, reason)
         if member.state is MemberState.SERVING:
-            member.heard_s = _now()
             self._balancer.admit(member.name)
         else:
             self._balancer.drain(member.name)
@@ -111,8 +112,7 @@ class Roster:
         if placement is None:
             return None
         member = self._members[placement.engine]
-        if member.watch is None:
-            self._watch(member, self._options.silence_timeout_s)
+        member.watch.start()
         return member, placement
 
     def release(self, placement: Placement) -> None:
@@ -125,30 +125,12 @@ class Roster:
 
     def heard(self, member: Member, tokens: int) -> None:
         """It has given tokens."""
-        member.heard_s = _now()
-        member.suspected = False
+        member.watch.heard()
         self.counts.tokens_received += tokens
 
-    def _watch(self, member: Member, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        member.watch = loop.call_later(delay_s, self._look_at, member)
-
-    def _look_at(self, member: Member) -> None:
-        member.watch = None
-        if not self.in_flight(member.name):
-            return
-        limit_s = self._options.silence_timeout_s
-        if self.paused or member.state is MemberState.PAUSED or not member.waiting:
-            member.heard_s = _now()
-        silent_s = _now() - member.heard_s
-        if silent_s < limit_s:
-            member.suspected = False
-            self._watch(member, limit_s - silent_s)
-        elif not member.suspected:
-            member.suspected = True
-            self._watch(member, limit_s * _GRACE_FRACTION)
-        else:
-            self.lose(member, self._silent(member, silent_s))
+    def _owes_tokens(self, member: Member) -> bool:
+        held = self.paused or member.state is MemberState.PAUSED
+        return bool(member.waiting and not held)
 
     def _silent(self, member: Member, silent_s: float) -> EngineLostError:
         return EngineLostError(
@@ -205,7 +187,7 @@ class Roster:
         self.counts.engines_lost += 1
         self.counts.tokens_lost += member.engine.undelivered_tokens
         member.apply(MemberEvent.LOSE, str(error))
-        member.stop_watch()
+        member.watch.stop()
         self._balancer.remove(member.name)
         self._losses.append(member.name)
         loop = asyncio.get_running_loop()
@@ -215,7 +197,7 @@ class Roster:
 
     def forget(self, member: Member) -> None:
         """It has left in an orderly way."""
-        member.stop_watch()
+        member.watch.stop()
         if self._members.get(member.name) is member:
             self._balancer.remove(member.name)
             del self._members[member.name]
@@ -240,7 +222,7 @@ class Roster:
     async def close(self) -> None:
         """Close every engine; no wait is longer than that for a verb."""
         for member in self.live():
-            member.stop_watch()
+            member.watch.stop()
             self.close_engine(member)
         self.notify()
         if self._closing:
@@ -262,11 +244,7 @@ class Roster:
                 reason=member.reason,
                 version=member.engine.version,
                 in_flight=self.in_flight(name),
-                silent_s=_now() - member.heard_s if member.waiting else 0.0,
+                silent_s=member.watch.silent_s if member.waiting else 0.0,
             )
             for name, member in self._members.items()
         )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -1,0 +1,96 @@
+"""Replaces lost engines of a pool: within a budget, with back-off, weights before traffic."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from perdure.core.errors import EngineLostError
+from perdure.core.events import EventSink, ignore_events
+from perdure.core.rollout_api import RolloutEngine
+from perdure.rollout.members import MemberState
+from perdure.rollout.options import ReplacementOptions
+from perdure.rollout.pool import EnginePool
+
+
+class Replacements:
+    """Watches a pool; :meth:`run` belongs into a task group of the pool's owner.
+
+    Args:
+        pool: Whose losses are made good.
+        build: Starts an engine for a name; raises ``EngineLostError`` if that fails.
+        catch_up: Brings the current weights to the new member; returns whether it serves. Before
+            the first publication it does not, and gets its weights with that.
+        options: Budget and back-off.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        build: Callable[[str], Awaitable[RolloutEngine]],
+        catch_up: Callable[[str], Awaitable[bool]],
+        options: ReplacementOptions | None = None,
+        events: EventSink = ignore_events,
+    ) -> None:
+        self._pool = pool
+        self._build = build
+        self._catch_up = catch_up
+        self._options = options or ReplacementOptions()
+        self._events = events
+        self._spent: dict[str, deque[float]] = {}
+
+    async def run(self) -> None:
+        """Replace what gets lost. Runs until cancelled; half-started engines are closed then.
+
+        Raises:
+            EngineLostError: The last engine is lost and its budget spent.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                name = await self._pool.next_loss()
+                reason = {each.name: each.reason for each in self._pool.describe()}.get(name, "")
+                self._events("engine_lost", {"engine": name, "reason": reason})
+                tasks.create_task(self._replace(name, reason))
+
+    async def _replace(self, name: str, reason: str) -> None:
+        began_s = asyncio.get_running_loop().time()
+        engine = None
+        while engine is None:
+            if not await self._may_try(name):
+                self._give_up(name, reason)
+                return
+            try:
+                engine = await self._build(name)
+            except EngineLostError as error:
+                reason = str(error)
+        self._pool.add(name, engine)
+        await self._catch_up(name)
+        seconds = asyncio.get_running_loop().time() - began_s
+        self._events("engine_replaced", {"engine": name, "seconds": seconds})
+
+    async def _may_try(self, name: str) -> bool:
+        """Wait as long as the tries so far ask for; False: the budget is spent."""
+        options, loop = self._options, asyncio.get_running_loop()
+        spent = self._spent.setdefault(name, deque())
+        while spent and spent[0] <= loop.time() - options.window_s:
+            spent.popleft()
+        if len(spent) >= options.max_replacements:
+            return False
+        if spent:
+            backoff_s = options.backoff_s * 2.0 ** (len(spent) - 1)
+            await asyncio.sleep(min(backoff_s, options.max_backoff_s))
+        spent.append(loop.time())
+        return True
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self._events("engine_not_replaced", {"engine": name, "reason": reason})
+        if all(each.state is MemberState.LOST for each in self._pool.describe()):
+            raise EngineLostError(
+                f"the last engine, {name!r}, is lost: {reason}",
+                where="engine pool",
+                rule=f"max_replacements = {self._options.max_replacements} "
+                f"within {self._options.window_s:g} s",
+                way_out="mend what kills the engines, then resume the run",
+            )

@@ -1,0 +1,129 @@
+"""Lost engines are replaced within a budget; a busy event loop is no reason to lose one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from pool_cases import RuleEngine, expected, request_of
+
+from perdure.core.errors import EngineLostError
+from perdure.core.ids import PolicyVersion
+from perdure.publish import InProcessTransport, Publication
+from perdure.rollout import EnginePool, ReplacementOptions, Replacements
+from perdure.rollout.silence import SilenceWatch
+
+ONE = PolicyVersion(1)
+QUICK = ReplacementOptions(max_replacements=2, backoff_s=0.01)
+
+
+class Keeper:
+    """Builds engines, some of which do not start, and notes the events."""
+
+    def __init__(self) -> None:
+        self.built: list[RuleEngine] = []
+        self.failures = 0
+        self.events: list[str] = []
+
+    async def build(self, name: str) -> RuleEngine:
+        if self.failures:
+            self.failures -= 1
+            raise EngineLostError(f"{name} does not start")
+        self.built.append(RuleEngine())
+        return self.built[-1]
+
+    def note(self, name: str, fields: dict[str, object]) -> None:
+        self.events.append(f"{name} {fields['engine']}")
+
+
+def drive(scenario: Callable[[EnginePool, Keeper], Awaitable[Any]]) -> Keeper:
+    """A pool of ``a`` and ``b`` that serves version 1 and replaces what it loses."""
+    keeper = Keeper()
+
+    async def main() -> None:
+        engines = {name: await keeper.build(name) for name in "ab"}
+        pool = EnginePool(engines)
+        publication = Publication(pool, InProcessTransport())
+        await publication.publish(ONE, weights={"digest": "d1"}, digest="d1")
+        replacements = Replacements(
+            pool,
+            build=keeper.build,
+            catch_up=publication.catch_up,
+            options=QUICK,
+            events=keeper.note,
+        )
+        running = asyncio.create_task(replacements.run())
+        try:
+            await asyncio.wait_for(scenario(pool, keeper), 20)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await publication.close()
+            await pool.close()
+
+    asyncio.run(main())
+    return keeper
+
+
+async def settle(holds: Callable[[], bool]) -> None:
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+def states(pool: EnginePool) -> set[str]:
+    return {report.state.value for report in pool.describe()}
+
+
+def test_a_lost_engine_is_replaced_with_the_current_weights() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper) -> None:
+        keeper.failures = 1
+        keeper.built[0].die()
+        await settle(lambda: states(pool) == {"serving"})
+        assert keeper.built[2].version == ONE
+        chunks = [chunk async for chunk in pool.generate(request_of())]
+        assert tuple(token for chunk in chunks for token in chunk.token_ids) == expected(
+            request_of()
+        )
+
+    keeper = drive(scenario)
+    assert keeper.events == ["engine_lost a", "engine_replaced a"]
+
+
+def test_a_spent_budget_leaves_an_engine_lost_and_the_last_one_ends_it_all() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper) -> None:
+        keeper.failures = 2
+        keeper.built[0].die()
+        await settle(lambda: "engine_not_replaced a" in keeper.events)
+        assert states(pool) == {"lost", "serving"}
+        keeper.failures = 2
+        keeper.built[1].die()
+        await settle(lambda: "engine_not_replaced b" in keeper.events)
+        await asyncio.sleep(0.01)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        drive(scenario)
+    assert raised.group_contains(EngineLostError, match="the last engine, 'b'.*does not start")
+
+
+def test_silence_counts_only_while_the_event_loop_could_listen() -> None:
+    found: list[float] = []
+
+    async def main() -> None:
+        watch = SilenceWatch(0.1, on_silence=found.append)
+        watch.start()
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.05, watch.heard)
+        time.sleep(0.3)  # noqa: ASYNC251 - the loop is busy, what was sent lies unread
+        await asyncio.sleep(0.05)
+        assert not found
+        await asyncio.sleep(0.2)
+        watch.stop()
+
+    asyncio.run(main())
+    (silent_s,) = found
+    assert 0.1 <= silent_s < 0.25
