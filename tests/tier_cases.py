@@ -21,6 +21,7 @@ from perdure.checkpoint import (
     ValuesComponent,
     decode_manifest,
 )
+from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.tier import (
     Head,
     ObjectStore,
@@ -108,7 +109,7 @@ class TieredRun:
         self,
         storage: Storage,
         *,
-        keep: int = 2,
+        keep: int | Keep = 2,
         clock: Clock | None = None,
         take_over: bool = False,
         segment_bytes: int = 1 << 12,

@@ -11,7 +11,9 @@ from perdure.checkpoint.keep import Keep, MetricsOf, why_kept
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import directory_path
 from perdure.checkpoint.segments.store import SegmentStore
-from perdure.checkpoint.verification import verify
+from perdure.checkpoint.tier.pins import Pins
+from perdure.checkpoint.tier.pull import PULLED_FILE
+from perdure.checkpoint.verification import quarantined, verify
 from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
@@ -57,9 +59,12 @@ class Collector:
         retention.release_segments(self.storage, leftovers.stale, self.segments)
         for directory in leftovers.stale:
             retention.remove(self.storage, directory)
-        if leftovers.cut_off:
-            self.collect(leftovers.cut_off)
-        return leftovers.stale + leftovers.cut_off
+        if leftovers.cut_off or leftovers.lost:
+            self.collect(leftovers.cut_off + leftovers.lost)
+        if self.storage.exists(PULLED_FILE):
+            self.storage.remove(PULLED_FILE)
+            self.storage.sync_dir("")
+        return leftovers.stale + leftovers.cut_off + leftovers.lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,12 @@ class Leftovers:
     Attributes:
         stale: Directories that are listed as collected and still there.
         cut_off: Directories with neither manifest nor commit, and segments that nothing names.
+        lost: Committed ones that were lost with the disk that the run was pulled away from.
     """
 
     stale: tuple[str, ...]
     cut_off: tuple[str, ...]
+    lost: tuple[str, ...]
 
 
 def left_behind(
@@ -95,7 +102,15 @@ def left_behind(
         *retention.orphans(storage, committed),
         *retention.orphan_segments(storage, committed),
     )
-    return Leftovers(stale, cut_off)
+    return Leftovers(stale, cut_off, _lost(storage, committed))
+
+
+def _lost(storage: Storage, committed: Sequence[Checkpointed]) -> tuple[str, ...]:
+    if not storage.exists(PULLED_FILE):
+        return ()
+    names = [record.directory for record in committed]
+    absent = [name for name in names if not storage.exists(directory_path(name))]
+    return Pins(storage).let_go(name for name in absent if quarantined(storage, name) is None)
 
 
 @dataclass(frozen=True, slots=True)

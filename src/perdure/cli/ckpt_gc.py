@@ -54,7 +54,8 @@ def collect_checkpoints(
         else:
             place = Place(storage, SystemClock(), NoFaults())
             done = collect_run(place, asked, executor=executor)
-    plan, leftovers = done.plan, (*done.leftovers.stale, *done.leftovers.cut_off)
+    plan, left = done.plan, done.leftovers
+    leftovers = (*left.stale, *left.cut_off, *left.lost)
     if json:
         names = {
             "kept": [*plan.kept],

@@ -18,7 +18,7 @@ PULL_EXAMPLES = (
 PUSH_EXAMPLES = "Example: perdure ckpt push runs/tiny s3://bucket/tiny"
 
 UrlArgument = Annotated[
-    str, typer.Argument(metavar="URL", help="s3://bucket/prefix, one prefix a run.")
+    str, typer.Argument(metavar="URL", help="s3://bucket/prefix or file:///path, one for each run.")
 ]
 
 
@@ -31,7 +31,9 @@ def pull_run(
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            "--checkpoint", metavar="NAME", help="Which one; the newest whole by default."
+            "--checkpoint",
+            metavar="NAME",
+            help="The only one to fetch; by default all that are there.",
         ),
     ] = None,
     json: JsonOption = False,
@@ -46,7 +48,7 @@ def pull_run(
     from perdure.storage import PosixStorage
 
     concerns(run)
-    context = TierContext(SystemClock())
+    context = TierContext(SystemClock(), address=url)
     report = pull(PosixStorage(run), open_objects(url), context=context, checkpoint=checkpoint)
     if json:
         skipped = [{"checkpoint": name, "reason": reason} for name, reason in report.skipped]
@@ -80,7 +82,7 @@ def push_run(run: RunArgument, url: UrlArgument, *, json: JsonOption = False) ->
         open_objects(url),
         ledger=LogLedger(state),
         incarnation=highest_incarnation(storage),
-        context=TierContext(SystemClock()),
+        context=TierContext(SystemClock(), address=url),
     )
     newest = head.target.directory if head.target else ""
     names = [one.directory for one in head.checkpoints]

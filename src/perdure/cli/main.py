@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from perdure import __version__
-from perdure.cli import audit, ckpt, config, doctor, train, trained
+from perdure.cli import audit, ckpt, config, doctor, status, train, trained
 from perdure.cli.entry import INTERRUPTED
 from perdure.cli.output import begin_command, file_refusal, report_error, silence_unread
 from perdure.cli.usage import UsageError, usage_refusal
@@ -81,6 +81,7 @@ app.command("train", epilog=train.TRAIN_EXAMPLES)(train.train)
 app.command("resume", epilog=train.RESUME_EXAMPLES)(train.resume)
 app.command("sample", epilog=trained.SAMPLE_EXAMPLES)(trained.sample)
 app.command("export", epilog=trained.EXPORT_EXAMPLES)(trained.export)
+app.command("status", epilog=status.STATUS_EXAMPLES)(status.status)
 app.command("audit", epilog=audit.EXAMPLES)(audit.audit)
 app.command("doctor", epilog=doctor.DOCTOR_EXAMPLES)(doctor.doctor)
 app.add_typer(ckpt.app, name="ckpt")

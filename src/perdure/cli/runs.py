@@ -75,4 +75,7 @@ def _way_out(run_dir: Path) -> str:
         return f"did you mean {close!r}?"
     if runs:
         return f"use one of: {', '.join(runs)}"
-    return "start one with `perdure train RECIPE`"
+    return (
+        "start one with `perdure train RECIPE`; one that was shipped comes back with"
+        f" `perdure ckpt pull URL {run_dir}`"
+    )

@@ -96,6 +96,12 @@ _SENTENCES: Mapping[str, Callable[[Fields], str | None]] = MappingProxyType(
             f"checkpoint {f['name']} is damaged: {f['file']}: {f['reason']}"
         ),
         "checkpoint_failed": lambda f: f"checkpoint {f['name']} failed: {f['error']}",
+        "checkpoint_shipped": lambda f: (
+            f"checkpoint {f['name']} shipped: {_bytes(f['bytes'])} in {_float(f['seconds']):.1f} s"
+        ),
+        "remote_failed": lambda f: f"the remote tier is behind: {f['error']}",
+        "remote_fenced": lambda f: f"nothing is shipped any more: {f['error']}",
+        "pulled": lambda f: f"checkpoint {f['name']} fetched: {_bytes(f['bytes'])}",
         "restored": lambda f: f"checkpoint {f['name']} loaded",
         "rewound": _rewound,
         "groups_abandoned": lambda f: (

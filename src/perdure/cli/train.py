@@ -27,7 +27,8 @@ ALREADY_COMPLETE = (
 )
 RESUME_EXAMPLES = (
     "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over\n\n"
-    "perdure resume runs/tiny-1 checkpoint.keep=5"
+    "perdure resume runs/tiny-1 checkpoint.keep=5\n\n"
+    "perdure resume runs/lost checkpoint.remote=s3://bucket/tiny"
 )
 
 
@@ -81,7 +82,9 @@ def resume(
     json: JsonOption = False,
 ) -> None:
     """Go on with a run that was interrupted, as if nothing had happened."""
-    open_run(run)
+    if not any(one.startswith("checkpoint.remote=") for one in overrides or ()):
+        open_run(run)
+    concerns(run)
     from perdure.trainers.launch import resume as launch_resume
 
     with _running(run, json=json) as display:

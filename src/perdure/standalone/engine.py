@@ -15,12 +15,12 @@ from perdure.checkpoint.tier import ObjectStore, TierStatus
 from perdure.core.clock import SystemClock
 from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
 from perdure.core.faults import NoFaults
+from perdure.runtime.remote import Remote, RemotePlan
 from perdure.standalone import refusals
 from perdure.standalone.checks import check_mirrors, check_restored
 from perdure.standalone.options import GRACE_S, EngineOptions, require_valid
 from perdure.standalone.policy import SavePolicy, SaveTrigger, every, whole
 from perdure.standalone.registration import Mirror, Parts
-from perdure.standalone.remote import Remote
 from perdure.standalone.run import OpenRun, RestoredFrom, Restoring, World, log_event, open_run
 from perdure.standalone.signals import SignalRequests
 from perdure.storage import PosixStorage
@@ -41,8 +41,8 @@ class CheckpointEngine:
         save: When to save.
         keep: Newest checkpoints that stay, or ``keep(last=…, every=…, best=…)``.
         required: Names that must be registered before anything is saved.
-        remote: ``s3://bucket/prefix``, one prefix per run: everything committed is shipped there,
-            and fetched from there when ``run_dir`` is empty.
+        remote: ``s3://bucket/prefix`` or ``file:///path``, one for each run: everything committed
+            is shipped there, and fetched from there when ``run_dir`` is empty.
         options: See :class:`EngineOptions`.
 
     Raises:
@@ -64,6 +64,12 @@ class CheckpointEngine:
         clock = options.get("clock") or SystemClock()
         faults = options.get("faults") or NoFaults()
         events = options.get("events") or log_event
+        self._bounds = CheckpointOptions(
+            keep=keep,
+            arenas=options.get("arenas", 2),
+            writer=options.get("writer", "auto"),
+        )
+        plan = RemotePlan(remote, self._bounds.rules) if remote else None
         self.restored_from: RestoredFrom | None = None
         """What this process went on from; None after a fresh start."""
         self._world = World(
@@ -72,14 +78,9 @@ class CheckpointEngine:
             clock=clock,
             faults=faults,
             events=events,
-            remote=Remote(remote, clock=clock, faults=faults, events=events) if remote else None,
+            remote=Remote(plan, clock=clock, faults=faults, events=events) if plan else None,
         )
         self._policy = save or every(minutes=20)
-        self._bounds = CheckpointOptions(
-            keep=keep,
-            arenas=options.get("arenas", 2),
-            writer=options.get("writer", "auto"),
-        )
         self._options = options
         self._parts = Parts(required, options.get("accept_changes", ()), options.get("migrations"))
         self._signals = SignalRequests(clock)

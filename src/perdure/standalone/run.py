@@ -27,8 +27,8 @@ from perdure.experience.claims import INCARNATION_DIR, read_run
 from perdure.experience.seals import SEAL_DIR
 from perdure.runtime.ledger import LogLedger
 from perdure.runtime.log_reach import check_log_reaches_checkpoints
+from perdure.runtime.remote import Remote
 from perdure.standalone.parts import Progress
-from perdure.standalone.remote import Remote
 
 ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE)
 """Directories where a killed process may have left a temporary file."""

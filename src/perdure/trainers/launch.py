@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from perdure.checkpoint.manifest import CHECKPOINTS
+from perdure.checkpoint.tier import ObjectStore
 from perdure.checkpoint.verification import QUARANTINE
 from perdure.config import config_digest, render_yaml
 from perdure.core.clock import Clock, SystemClock
@@ -36,6 +37,7 @@ from perdure.trainers.environment import fix_arithmetic, machine_description
 from perdure.trainers.memory import require_memory
 from perdure.trainers.recorded_config import CONFIG_FILE, recorded_config
 from perdure.trainers.recovery import Launch, incarnation
+from perdure.trainers.shipping import fetch_if_absent, remote_of
 from perdure.trainers.validation import held_out_prompts
 
 LOG_PARTS = (INCARNATION_DIR, SEAL_DIR, LOG_DIR)
@@ -53,11 +55,13 @@ class Injected:
 
     Attributes:
         storage: None means the real disk below the run directory.
+        objects: None means those at ``checkpoint.remote``.
     """
 
     clock: Clock = field(default_factory=SystemClock)
     faults: FaultHook = field(default_factory=NoFaults)
     storage: Storage | None = None
+    objects: ObjectStore | None = None
 
     def storage_of(self, run_dir: Path) -> Storage:
         return self.storage or PosixStorage(run_dir, faults=self.faults)
@@ -84,7 +88,16 @@ def train(
     task = create(config, run_dir, injected=injected)
     storage = injected.storage_of(run_dir)
     _execute(
-        Launch(run_dir, config, task, storage, injected.clock, injected.faults, display),
+        Launch(
+            run_dir,
+            config,
+            task,
+            storage,
+            injected.clock,
+            injected.faults,
+            display,
+            objects=injected.objects,
+        )
     )
 
 
@@ -101,7 +114,8 @@ def resume(
 
     Args:
         overrides: ``key=value`` in place of recorded settings, for this incarnation; only those
-            that do not change what was trained (:func:`recorded_config`).
+            that do not change what was trained (:func:`recorded_config`). If there is no run,
+            it is brought back from the remote tier that ``checkpoint.remote`` among them names.
 
     Raises:
         NothingToResumeError: There is no run.
@@ -114,14 +128,26 @@ def resume(
     """
     injected = injected or Injected()
     storage = injected.storage_of(run_dir)
+    clock, faults, objects = injected.clock, injected.faults, injected.objects
+    fetch_if_absent(storage, overrides, clock=clock, faults=faults, objects=objects)
     info = read_run(storage)
     config = recorded_config(storage, run_dir, info=info, overrides=overrides)
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
     require_memory(config, task)
-    clock, faults = injected.clock, injected.faults
     _execute(
-        Launch(run_dir, config, task, storage, clock, faults, display, take_over, redo),
+        Launch(
+            run_dir,
+            config,
+            task,
+            storage,
+            clock,
+            faults,
+            display,
+            take_over,
+            redo,
+            objects=objects,
+        )
     )
 
 
@@ -155,6 +181,14 @@ def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:
         dataset_digest=task.dataset_digest,
     )
     storage = injected.storage_of(run_dir)
+    remote = remote_of(
+        config.checkpoint,
+        clock=injected.clock,
+        faults=injected.faults,
+        objects=injected.objects,
+    )
+    if remote is not None and not storage.exists(RUN_FILE):
+        remote.require_empty()
     try:
         _create(storage, run_dir, config=config, info=info)
     except StorageError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from perdure.checkpoint import Checkpointer, Choice
 from perdure.checkpoint.manifest import CHECKPOINTS
+from perdure.checkpoint.tier import ObjectStore
 from perdure.checkpoint.verification import QUARANTINE
 from perdure.config import config_digest
 from perdure.core.clock import Clock
@@ -31,6 +32,7 @@ from perdure.runtime.curves import CurveFile
 from perdure.runtime.ledger import LogLedger
 from perdure.runtime.log_reach import check_log_reaches_checkpoints
 from perdure.runtime.metrics_files import METRICS_DIR, EventsFile, MetricsFiles
+from perdure.runtime.remote import Remote
 from perdure.tasks.api import Task
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.assembly import (
@@ -48,6 +50,7 @@ from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
 from perdure.trainers.sanity import check_curve, check_restored
 from perdure.trainers.saving import checkpoint_options, save_at_stop, stage_checkpoint_if_due
+from perdure.trainers.shipping import remote_of
 from perdure.trainers.signal_watch import SignalWatch
 from perdure.trainers.steps import complete_step
 from perdure.trainers.stopping import StopRequest
@@ -70,6 +73,7 @@ class Launch:
         redo: Train the batches logged after the checkpoint again; without it they are void.
         stop: Asks it to end before the training is over.
         machinery: Builds learner and engines.
+        objects: Remote tier in place of the one that the recipe names.
     """
 
     run_dir: Path
@@ -83,6 +87,7 @@ class Launch:
     redo: bool = True
     stop: StopRequest = field(default_factory=StopRequest)
     machinery: MachineryFactory = build_machinery
+    objects: ObjectStore | None = None
 
 
 @asynccontextmanager
@@ -113,9 +118,19 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             options=LogOptions(**launch.config.log.model_dump()),
         )
         stack.callback(claimed.release)
+        remote = remote_of(
+            launch.config.checkpoint,
+            clock=launch.clock,
+            faults=launch.faults,
+            events=events,
+            objects=launch.objects,
+        )
+        if remote is not None:
+            # After the log is closed: it ships the end of it as well.
+            stack.callback(remote.close)
         machinery = launch.machinery(launch.config, launch.task)
         stack.push_async_callback(machinery.close)
-        ctx = _open(launch, claimed, machinery=machinery, events=events, stack=stack)
+        ctx = _open(launch, claimed, machinery=machinery, events=events, stack=stack, remote=remote)
         _announce_start(ctx, launch)
         try:
             await _advance(ctx)
@@ -135,6 +150,7 @@ def _open(
     machinery: Machinery,
     events: EventSink,
     stack: AsyncExitStack,
+    remote: Remote | None,
 ) -> TrainContext:
     """Restore, announce the incarnation in the log, and put the context together."""
     progress = Progress()
@@ -165,6 +181,9 @@ def _open(
     stack.push(close_store)
     ledger.start(store)
     stack.callback(checkpoints.close)
+    if remote is not None:
+        incarnation = claimed.incarnation
+        checkpoints.ship_to(remote.start(launch.storage, ledger=ledger, incarnation=incarnation))
     checkpoints.sweep(store.state.collected)
     for path in ATOMIC_WRITES_GO_TO:
         launch.storage.collect_temporaries(path)

@@ -13,10 +13,15 @@ from perdure.trainers.context import TrainContext
 
 def checkpoint_options(config: CheckpointConfig) -> CheckpointOptions:
     """Bounds of the checkpointer, as a recipe sets them."""
+    return CheckpointOptions(keep=rules_of(config), writer=config.writer, arenas=config.arenas)
+
+
+def rules_of(config: CheckpointConfig) -> Keep:
+    """Which checkpoints stay, as a recipe sets it."""
     best = None
     if config.keep_best is not None:
         best = Best(config.keep_best, config.keep_best_mode, config.keep_best_count)
-    return CheckpointOptions(keep=Keep(config.keep, config.keep_every_steps, best))
+    return Keep(config.keep, config.keep_every_steps, best)
 
 
 def stage_checkpoint_if_due(ctx: TrainContext, step: GlobalStep) -> None:

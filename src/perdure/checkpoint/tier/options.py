@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.tier.objects import RetryPolicy
 from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError
@@ -16,7 +17,7 @@ class TierOptions:
     """How much is done at once, how often, and how long it may take.
 
     Attributes:
-        keep: Newest checkpoints that stay in the remote tier.
+        keep: Newest checkpoints that stay in the remote tier, or all rules of it.
         log_ship_s: The tail of the log is shipped at least this often; what a lost disk may cost.
         poll_s: How often the tier looks whether a log segment was finished.
         piece_bytes: Size of the objects that large files are cut into.
@@ -27,7 +28,7 @@ class TierOptions:
         changing: Small files of the run that may be written again.
     """
 
-    keep: int = 2
+    keep: int | Keep = 2
     log_ship_s: float = 30.0
     poll_s: float = 1.0
     piece_bytes: int = 16 << 20
@@ -39,12 +40,18 @@ class TierOptions:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     def __post_init__(self) -> None:
-        for name, least in (("keep", 1), ("piece_bytes", 1), ("parallel", 1)):
-            if getattr(self, name) < least:
-                raise _refused(name, getattr(self, name), f"at least {least}")
+        _ = self.rules
+        for name in ("piece_bytes", "parallel"):
+            if getattr(self, name) < 1:
+                raise _refused(name, getattr(self, name), "at least 1")
         for name in ("log_ship_s", "poll_s", "call_timeout_s", "close_timeout_s"):
             if not getattr(self, name) > 0:
                 raise _refused(name, getattr(self, name), "above 0")
+
+    @property
+    def rules(self) -> Keep:
+        """What stays in the remote tier."""
+        return self.keep if isinstance(self.keep, Keep) else Keep(self.keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +62,14 @@ class TierContext:
         events: Receives ``checkpoint_shipped``, ``log_shipped``, ``remote_failed``,
             ``remote_fenced``, ``pulled`` and ``checkpoint_damaged``.
         faults: Reached between the steps.
+        address: Where the objects are, for people.
     """
 
     clock: Clock
     options: TierOptions = field(default_factory=TierOptions)
     events: EventSink = ignore_events
     faults: FaultHook = field(default_factory=NoFaults)
+    address: str = ""
 
 
 def _refused(name: str, value: object, rule: str) -> ConfigError:

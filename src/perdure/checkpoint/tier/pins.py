@@ -8,7 +8,8 @@ is on disk before the pointer moves: a process that starts while the store is do
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from perdure.core import sealed_json
 from perdure.core.errors import DamagedError
@@ -58,13 +59,36 @@ class Pins:
     def pin(self, directories: Iterable[str], *, notes: Mapping[str, object]) -> None:
         """Pin exactly these, durably; ``notes`` are kept beside them for people and tools."""
         names = sorted(set(directories))
-        value = {"format": FORMAT, **notes, "pinned": names}
         with self._lock:
             self._pinned = {*names, *self._pinned}
-        self._storage.write_atomic(REMOTE_FILE, sealed_json.encode(value))
+        self._write(names, notes)
         with self._lock:
             self._pinned = set(names)
             self._unknown = False
+
+    def note(self, notes: Mapping[str, object]) -> None:
+        """Keep these notes beside what is pinned, unless that is unknown."""
+        with self._lock:
+            names, unknown = sorted(self._pinned), self._unknown
+        if not unknown:
+            self._write(names, notes)
+
+    def _write(self, names: Sequence[str], notes: Mapping[str, object]) -> None:
+        value = {"format": FORMAT, **notes, "pinned": [*names]}
+        self._storage.write_atomic(REMOTE_FILE, sealed_json.encode(value))
+
+
+def read_notes(storage: Storage) -> Mapping[str, Any] | None:
+    """What a tier has left word of in ``remote.json``; None if nothing was ever shipped from here.
+
+    Raises:
+        DamagedError, FutureFormatError: The file cannot be used.
+    """
+    try:
+        data = storage.read(REMOTE_FILE)
+    except FileNotFoundError:
+        return None
+    return sealed_json.decode(data, where=REMOTE_FILE, newest_format=FORMAT, fields=("pinned",))
 
 
 def _read(storage: Storage) -> tuple[set[str], bool]:

@@ -35,6 +35,7 @@ from perdure.checkpoint.tier.options import TierContext
 from perdure.checkpoint.tier.pieces import files_of, pieces_of, segments_of
 from perdure.checkpoint.tier.pins import Pins
 from perdure.checkpoint.tier.run_files import RUN_FILE, is_settled
+from perdure.core import sealed_json
 from perdure.core.errors import ConfigError, DamagedError, RunBusyError
 from perdure.core.events import EventSink
 from perdure.core.ids import IncarnationNumber
@@ -42,6 +43,8 @@ from perdure.core.storage_api import Storage
 
 _STATES = 10
 """Times the pointer may be replaced under a pull before it gives up."""
+PULLED_FILE = "pulled.json"
+"""Says until the next claim that what the log names and is not here was lost with another disk."""
 LOCK_FILE = "lock"
 """Kernel lock of whoever writes the run."""
 
@@ -51,8 +54,8 @@ class PullReport:
     """What a pull brought.
 
     Attributes:
-        checkpoint: Directory of the checkpoint that is whole here now.
-        skipped: ``(directory, reason)`` of newer ones that are damaged in the remote tier.
+        checkpoint: Directory of the newest checkpoint that is whole here now.
+        skipped: ``(directory, reason)`` of those that are damaged in the remote tier.
         bytes: Bytes fetched.
         exposed_s: Age of the log when it was last complete in the remote tier.
     """
@@ -78,7 +81,7 @@ def pull(
         storage: An empty directory, or the run's own that nobody holds.
         objects: The run's prefix.
         context: Time, faults, a listener, bounds.
-        checkpoint: Directory of the checkpoint to fetch; by default the newest that is whole.
+        checkpoint: Directory of the only checkpoint to fetch; by default all that are there.
 
     Raises:
         NothingToResumeError: The remote tier holds no run.
@@ -105,7 +108,7 @@ def _pull_steady(download: Download, context: TierContext, checkpoint: str | Non
     head = read_head(download.objects)
     for _ in range(_STATES):
         _check_local(download.storage, head)
-        pulled = _Pull(download, head, context.events)
+        pulled = _Pull(download, head, context.events, context.address)
         try:
             return pulled.run(checkpoint, now_wall_s=context.clock.wall_s())
         except DamagedError:
@@ -158,18 +161,24 @@ class _Pull:
     download: Download
     head: Head
     events: EventSink
+    address: str
 
     def run(self, checkpoint: str | None, *, now_wall_s: float) -> PullReport:
         head, storage = self.head, self.download.storage
         # Before any byte: nothing that the pointer names is collected here.
         names = {one.directory for one in head.checkpoints}
-        notes = {"checkpoint": head.target.directory if head.target else ""}
+        notes = {
+            "address": self.address,
+            "checkpoint": head.target.directory if head.target else "",
+        }
         Pins(storage).pin(names, notes=notes)
         found, skipped, fetched = self._checkpoint(checkpoint)
         fetched += self.download.run(self._log())
         last = [_small(RUN_FILE, head.files[RUN_FILE])]
         others = [_small(path, file) for path, file in head.files.items() if path != RUN_FILE]
         fetched += self.download.run([file for file in others if self._may_replace(file)])
+        if not storage.exists(RUN_FILE):
+            storage.write_atomic(PULLED_FILE, sealed_json.encode({"format": 1}))
         fetched += self.download.run(last)
         return PullReport(
             run_id=head.run_id,
@@ -181,7 +190,7 @@ class _Pull:
         )
 
     def _checkpoint(self, only: str | None) -> tuple[str, tuple[tuple[str, str], ...], int]:
-        """Fetch the newest whole checkpoint, or the one asked for."""
+        """Fetch what the pointer names, newest first, or the one asked for; the first is told."""
         candidates = [one for one in self.head.checkpoints if only in (None, one.directory)]
         if only is not None and not candidates:
             known = ", ".join(one.directory for one in self.head.checkpoints)
@@ -189,23 +198,25 @@ class _Pull:
                 "is not in the remote tier", where=only, way_out=f"it holds {known or 'none'}"
             )
         skipped: list[tuple[str, str]] = []
+        found, fetched = "", 0
         for one in reversed(candidates):
             try:
-                return one.directory, tuple(skipped), self._fetch_checkpoint(one)
+                fetched += self._fetch_checkpoint(one)
+                found = found or one.directory
             except DamagedError as error:
                 if read_head(self.download.objects).sequence != self.head.sequence:
                     raise
                 skipped.append((one.directory, str(error)))
                 fields = {"file": error.where, "reason": error.what}
                 self.events("checkpoint_damaged", {"name": one.directory, **fields})
-        if skipped:
+        if skipped and not found:
             raise DamagedError(
                 "no checkpoint of the remote tier is whole",
                 where=", ".join(name for name, _ in skipped),
                 rule="a run whose checkpoints are damaged is never started afresh silently",
                 way_out="resume from the run's own disk, if it is there",
             )
-        return "", (), 0
+        return found, tuple(skipped), fetched
 
     def _fetch_checkpoint(self, one: RemoteCheckpoint) -> int:
         root = directory_path(one.directory)

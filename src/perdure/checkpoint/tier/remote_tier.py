@@ -6,6 +6,7 @@ bounds of ``TierOptions``. Closing it leaves the pointer where it was or moves i
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from perdure.checkpoint.tier.objects import (
 )
 from perdure.checkpoint.tier.options import TierContext
 from perdure.checkpoint.tier.shipment import Shipment
-from perdure.core.errors import FencedError, PerdureError
+from perdure.core.errors import FencedError, PerdureError, StorageError
 from perdure.core.ids import IncarnationNumber
 from perdure.core.storage_api import Storage
 
@@ -183,13 +184,21 @@ class RemoteTier:
             self._fenced = True
             self._last_error = str(error)
             self._events("remote_fenced", {"error": str(error)})
+            self._note_trouble()
         except (PerdureError, OSError) as error:
             self._failures += 1
             self._last_error = str(error) or repr(error)
             self._events("remote_failed", {"error": self._last_error})
+            self._note_trouble()
         else:
             self._failures = 0
             self._last_error = ""
+            self._note_trouble()
+
+    def _note_trouble(self) -> None:
+        # For people; the local disk may be what fails.
+        with contextlib.suppress(StorageError):
+            self._shipment.note_trouble(self._last_error)
 
     def _ship(self, closing: bool) -> None:
         if closing or self._log_is_due():

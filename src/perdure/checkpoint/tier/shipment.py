@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
+from perdure.checkpoint.keep import MetricsOf, why_kept
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, directory_path
+from perdure.checkpoint.retention import KnownMetrics
 from perdure.checkpoint.segments.store import SEGMENTS
 from perdure.checkpoint.tier.head import Head, Pointer, RemoteCheckpoint, RemoteFile
 from perdure.checkpoint.tier.log_files import LOG_DIR, log_cut, ship_log, unshipped
@@ -71,9 +73,12 @@ class Shipment:
         default_factory=dict[str, frozenset[str]], init=False
     )
     """Stored checkpoint → paths of the segments that it names."""
+    _metrics_of: MetricsOf = field(init=False)
+    _trouble: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
         self.pins = Pins(self.storage)
+        self._metrics_of = KnownMetrics(self.storage, self.ledger)
         self._pointer = Pointer(
             self.objects,
             run_id=run_id_of(self.storage),
@@ -240,7 +245,7 @@ class Shipment:
                 for one in head.checkpoints
                 if one.directory in committed and one.directory != new.directory
             ]
-            kept = (*older, new)[-self.context.options.keep :]
+            kept = self._stay((*older, new))
             names = {one.directory for one in kept}
             left = [one.directory for one in head.checkpoints if one.directory not in names]
             return replace(
@@ -253,6 +258,13 @@ class Shipment:
 
         self._pointer.swap(change)
         self._note()
+
+    def _stay(self, checkpoints: tuple[RemoteCheckpoint, ...]) -> tuple[RemoteCheckpoint, ...]:
+        """Those that the rules keep, of committed ones; they are all on the local disk too."""
+        names = {one.directory for one in checkpoints}
+        records = [one for one in self.ledger.committed() if one.directory in names]
+        why = why_kept(records, self.context.options.rules, metrics_of=self._metrics_of)
+        return tuple(one for one in checkpoints if why.get(one.directory))
 
     def _delete(self, name: str) -> None:
         """Delete the objects of a dropped checkpoint or segment.
@@ -322,9 +334,17 @@ class Shipment:
     def _note(self) -> None:
         self.pins.pin(self._pinned(self.head), notes=self._notes())
 
+    def note_trouble(self, what: str) -> None:
+        """Leave word in the run's directory of why shipping fails, or that it does no more."""
+        if what != self._trouble:
+            self._trouble = what
+            self.pins.note(self._notes())
+
     def _notes(self) -> dict[str, object]:
         target = self.head.target
         return {
+            "address": self.context.address,
+            "trouble": self._trouble,
             "checkpoint": target.directory if target else "",
             "shipped_wall_s": self.head.shipped_wall_s,
             "log_bytes": sum(self.head.log.values()),
