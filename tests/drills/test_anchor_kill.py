@@ -13,7 +13,7 @@ import pytest
 from drill_tools import ANCHORED, KILLED, ForkServer, assert_same_training, next_action, run_to_end
 
 OVERRIDES = (*ANCHORED, "learner.importance.level=sequence")
-INSIDE = ("batch_taken", "local_update_done", "redo_step")
+TRAINING = ("batch_taken", "local_update_done")
 """Points between the local updates of a step."""
 
 
@@ -27,7 +27,7 @@ def anchored(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("hit", [13, 14, 15, 16])
-@pytest.mark.parametrize("point", ["batch_taken", "local_update_done"])
+@pytest.mark.parametrize("point", TRAINING)
 def test_killed_between_the_local_updates_of_a_step(
     server: ForkServer, anchored: Path, tmp_path: Path, point: str, hit: int
 ) -> None:
@@ -57,17 +57,18 @@ def test_soak_of_kills_inside_steps(
 def kill_inside_steps(
     server: ForkServer, anchored: Path, runs: Path, *, seed: int, kills: int
 ) -> None:
-    """Kill ``kills`` processes of one run inside steps, half of them while they redo one."""
+    """Kill up to ``kills`` processes of one run inside steps, also while they redo one."""
     rng = random.Random(seed)
     run = runs / "run"
     killed = 0
     while killed < kills:
-        plan = [{"point": rng.choice(INSIDE), "hit": rng.randint(1, 8)}]
+        points = (*TRAINING, "redo_step") if killed else TRAINING
+        plan = [{"point": rng.choice(points), "hit": rng.randint(1, 8)}]
         ended = server.run(next_action(run), run, plan=plan, overrides=OVERRIDES)
         assert ended.status in (0, KILLED), ended.log
         if ended.status == 0:
             break
         killed += 1
-    run_to_end(server, run, overrides=OVERRIDES)
     assert killed
+    run_to_end(server, run, overrides=OVERRIDES)
     assert_same_training(run, anchored)
