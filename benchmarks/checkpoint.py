@@ -22,8 +22,8 @@ Figures, each the median over the rounds, its best round below it (``p95`` is th
   written is the same, so this is the ratio of the rates. ``complete``: the same until the save is
   complete; for perdure that is after everything was read back from the disk, and the commit.
 * ``stalls``: gaps of more than 50 ms that a thread sees which sleeps 1 ms at a time, from the call
-  until the save is complete, beside the loop; ``quiet_stalls``: the same over the quiet seconds
-  before, per save of this length. The difference is what the save causes.
+  until the save is complete, beside the loop, without what it waited for a core (on Linux);
+  ``quiet_stalls``: the same over the quiet seconds before, per save of this length.
 * ``worst_step_ms``: the longest step of the loop meanwhile.
 * ``peak_extra``: (largest proportional set size of this process and its children during
   the first save − before the method was built) / bytes of the state. Shared pages count once.
@@ -117,12 +117,22 @@ class Sleeper:
         self._thread.join()
 
     def _run(self) -> None:
-        last = time.perf_counter()
+        last, waited = time.perf_counter(), waited_for_core_s()
         while not self._stop.is_set():
             time.sleep(0.001)
             now = time.perf_counter()
-            self.stalls += now - last > STALL_S
-            last = now
+            if now - last > STALL_S:
+                # Of other processes, not of this one's lock.
+                self.stalls += now - last - (waited_for_core_s() - waited) > STALL_S
+            last, waited = now, waited_for_core_s()
+
+
+def waited_for_core_s() -> float:
+    """How long this thread was ready to run and did not, ever."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class Loop:
