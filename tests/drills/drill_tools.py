@@ -73,18 +73,22 @@ def command(
     overrides: tuple[str, ...] = (),
     take_over: bool = False,
     when_stopped: dict[str, Any] | None = None,
+    ranks: dict[str, Any] | None = None,
+    torn_down_after_s: float | None = None,
 ) -> dict[str, Any]:
     """A command for ``fork_server.py``."""
     return {
         "action": action,
         "run": str(run),
-        "log": f"{run}.child.log",
+        "log": f"{run}{'' if ranks is None else ranks['rank']}.child.log",
         "recipe": str(RECIPE),
         "overrides": list(overrides),
         "plan": plan or [],
         "kill_after_s": kill_after_s,
         "take_over": take_over,
         "when_stopped": when_stopped,
+        "ranks": ranks,
+        "torn_down_after_s": torn_down_after_s,
     }
 
 
@@ -102,7 +106,11 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(HERE.parent), *filter(None, sys.path)]),
+            },
         )
 
     def run(self, action: str, run: Path, **options: Any) -> Ended:

@@ -4,10 +4,12 @@ Started by :class:`drill_tools.ForkServer`. Reads one JSON list of commands per 
 them side by side in children, and answers one JSON list per line on stdout. A kill then costs
 milliseconds instead of an import.
 
-Command: ``{"action": "train"|"resume"|"loop", "run": dir, "log": path, "recipe": path,
-"overrides": [...], "plan": [fault rules], "kill_after_s": seconds or null, "take_over": bool,
-"when_stopped": another command or null}``. When a child stops itself (a fault rule with action
-``stop``), the other command is run to its end, and then the child is continued.
+Command: ``{"action": "train"|"resume"|"loop"|"arrays"|"spread_model", "run": dir, "log": path,
+"recipe": path, "overrides": [...], "plan": [fault rules], "kill_after_s": seconds or null,
+"take_over": bool, "when_stopped": another command or null, "ranks": arguments of a rank or null,
+"torn_down_after_s": seconds or null}``. When a child stops itself (a fault rule with action
+``stop``), the other command is run to its end, and then the child is continued. As a launcher of
+several ranks would, ``torn_down_after_s`` after the first child has ended badly this one is killed.
 Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``.
 """
 
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import loop_script
+import rank_scripts
 
 from perdure.config import load_config
 from perdure.core.errors import PerdureError
@@ -73,6 +76,7 @@ def wait(children: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     answers: dict[int, dict[str, Any]] = {child: {"when_stopped": None} for child in children}
     running = set(children)
     killed: set[int] = set()
+    ended_badly_s: float | None = None
     while running:
         elapsed_s = time.monotonic() - started_s
         for child in sorted(running):
@@ -85,16 +89,21 @@ def wait(children: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
             elif pid == child:
                 answers[child]["status"] = os.waitstatus_to_exitcode(status)
                 running.discard(child)
-            elif child not in killed and is_due(children[child], elapsed_s):
+                if answers[child]["status"] and ended_badly_s is None:
+                    ended_badly_s = elapsed_s
+            elif child not in killed and is_due(children[child], elapsed_s, ended_badly_s):
                 os.kill(child, signal.SIGKILL)
                 killed.add(child)
         time.sleep(0.001)
     return answers
 
 
-def is_due(command: dict[str, Any], elapsed_s: float) -> bool:
+def is_due(command: dict[str, Any], elapsed_s: float, ended_badly_s: float | None) -> bool:
     """Whether the child is to be killed now, or has run too long."""
     kill_after_s = command["kill_after_s"]
+    torn_down_after_s = command["torn_down_after_s"]
+    if ended_badly_s is not None and torn_down_after_s is not None:
+        kill_after_s = ended_badly_s + torn_down_after_s
     return elapsed_s > DEADLINE_S or (kill_after_s is not None and elapsed_s >= kill_after_s)
 
 
@@ -125,6 +134,10 @@ def run_command(command: dict[str, Any], plan: FaultPlan) -> None:
     if command["action"] == "train":
         config = load_config(RunConfig, Path(command["recipe"]), command["overrides"])
         launch.train(config, run, injected=Injected(faults=plan))
+    elif command["action"] == "arrays":
+        rank_scripts.arrays(run, plan, **command["ranks"])
+    elif command["action"] == "spread_model":
+        rank_scripts.spread_model(run, plan, **command["ranks"])
     elif command["action"] == "loop":
         loop_script.run(run, plan, take_over=command["take_over"])
     else:

@@ -19,13 +19,13 @@ from perdure import CheckpointEngine, every
 from perdure.checkpoint import ReplayRing
 from perdure.core.faults import FaultHook
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "dqn.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 60
 PAUSE_S = 0.004
 
 
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("dqn", EXAMPLE)
+def load_example_of(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, EXAMPLES / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +35,7 @@ def load_example() -> ModuleType:
 
 def run(run_dir: Path, faults: FaultHook, *, take_over: bool = False) -> None:
     """Start or go on, up to the last step."""
-    dqn = load_example()
+    dqn = load_example_of("dqn.py")
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002

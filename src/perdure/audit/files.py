@@ -64,7 +64,7 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     manifest = read_sealed(path, findings, where=f"{where}/manifest.json", names=_MANIFEST_NAMES)
     if manifest is None:
         return 0
-    unknown = sorted(set(manifest["features"]) - {"segments", "legacy"})
+    unknown = sorted(set(manifest["features"]) - {"segments", "legacy", "ranks"})
     if unknown:
         raise FutureFormatError(
             f"needs features this version does not know: {', '.join(unknown)}",

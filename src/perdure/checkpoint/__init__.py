@@ -13,8 +13,9 @@ from perdure.checkpoint.ledger import CommitLedger, MemoryLedger
 from perdure.checkpoint.legacy import LegacyComponent
 from perdure.checkpoint.manifest import Manifest, StagedInfo, decode_manifest
 from perdure.checkpoint.migrations import Migration, Migrations
+from perdure.checkpoint.reading import CheckpointReader
 from perdure.checkpoint.registry import Kind, Registry
-from perdure.checkpoint.restoration import CheckpointReader, restore
+from perdure.checkpoint.restoration import restore
 from perdure.checkpoint.segments.arrays import ReplayArrays
 from perdure.checkpoint.segments.priorities import Priorities
 from perdure.checkpoint.segments.ring import ReplayRing, RingOptions

@@ -150,10 +150,14 @@ def spec_of(tensor: Any) -> TensorSpec:
 
 def materialize(data: Bytes, spec: TensorSpec) -> Any:
     """A tensor in memory of its own from stored bytes: numpy where it can, torch otherwise."""
-    owned = np.array(data, copy=True)
+    return shaped(np.array(data, copy=True), spec)
+
+
+def shaped(data: Bytes, spec: TensorSpec) -> Any:
+    """A tensor over bytes in memory, which it shares: numpy where it can, torch otherwise."""
     if spec.code in NUMPY_BY_CODE:
-        return owned.view(NUMPY_BY_CODE[spec.code]).reshape(spec.shape)
-    return torch_arena().view(owned, spec)
+        return data.view(NUMPY_BY_CODE[spec.code]).reshape(spec.shape)
+    return torch_arena().view(data, spec)
 
 
 @functools.cache

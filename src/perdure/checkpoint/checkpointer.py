@@ -15,6 +15,7 @@ from perdure.checkpoint.pipeline import SaveError, SavePipeline
 from perdure.checkpoint.registry import Registry
 from perdure.checkpoint.restoration import Loading, restore
 from perdure.checkpoint.snapshot import Stager
+from perdure.checkpoint.team import Team, Turn, alone, require_agreement
 from perdure.checkpoint.verification import Choice, SegmentCheck, VerifyReport
 from perdure.core.clock import Clock
 from perdure.core.components import Segmented
@@ -48,6 +49,8 @@ class Checkpointer:
     events: EventSink = field(kw_only=True)
     options: CheckpointOptions = field(default=CheckpointOptions(), kw_only=True)
     executor: Executor | None = field(default=None, kw_only=True)
+    team: Team = field(default_factory=alone, kw_only=True)
+    """The ranks that save together; they stage the same checkpoints, and the first one commits."""
 
     skipped: int = field(default=0, init=False)
     """Saves that were due while all arenas were busy."""
@@ -58,7 +61,7 @@ class Checkpointer:
     _pipeline: SavePipeline = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._stager = Stager(self.clock, arenas=self.options.arenas)
+        self._stager = Stager(self.clock, arenas=self.options.arenas, place=self.team.place)
         self._pipeline = SavePipeline(
             self.storage,
             ledger=self.ledger,
@@ -128,31 +131,21 @@ class Checkpointer:
             StorageError: ``must`` and the save failed or did not end in time, or the state changed
                 during every copy.
         """
-        pipeline = self._pipeline
-        pipeline.reap()
-        self._refuse_used(name)
-        if must and pipeline.busy and not self.wait(self.options.must_timeout_s):
-            raise pipeline.too_slow(name.directory)
-        if pipeline.busy:
-            self.skipped += 1
-            self.events("checkpoint_skipped", {"step": name.step, "reason": "all arenas are busy"})
-            return False
+        turn = self.team.next_turn()
+        reason = "the save was skipped there"
+        saving = None
         try:
-            saving = self._untorn(name, info, tries=MUST_TRIES if must else 1)
-        except StorageError as error:
-            if must:
+            saving = self._copied(name, info, must=must, turn=turn)
+        except BaseException as error:
+            reason = str(error) or repr(error)
+            if must or not isinstance(error, StorageError):
                 raise
-            pipeline.report(name, error)
-            return False
+            self._pipeline.report(name, error)
+        finally:
+            if saving is None:
+                self._pipeline.decline(turn, reason)
         if saving is not None and must:
             self._await_commit(name.directory, saving)
-        if saving is None and must:
-            raise StorageError(
-                f"the state changed during each of {MUST_TRIES} copies",
-                where=name.directory,
-                rule="a torn copy is never saved",
-                way_out="save between changes of the state",
-            )
         return saving is not None
 
     def store_segments(self, incarnation: IncarnationNumber) -> bool:
@@ -213,6 +206,7 @@ class Checkpointer:
         only: Collection[str] | None = None,
         cold: Collection[str] = (),
         allow_legacy: bool = False,
+        regrouped: Collection[str] = (),
     ) -> None:
         """Load the components in place; see :func:`~perdure.checkpoint.restore`.
 
@@ -221,9 +215,18 @@ class Checkpointer:
             only: Names to load; None = all.
             cold: Segmented components that start without their rows.
             allow_legacy: Whether pickles may be opened, which runs the code they name.
+            regrouped: Components that every rank has a state of its own of and that may start
+                without one, or leave one behind, because there are more or fewer ranks now.
         """
         entries = self.registry.entries()
-        how = Loading(cold, self._pipeline.segments, self.registry.migrations, allow_legacy)
+        how = Loading(
+            cold,
+            self._pipeline.segments,
+            self.registry.migrations,
+            allow_legacy,
+            self.team.place,
+            regrouped,
+        )
         restore(self.storage, choice, entries, faults=self.faults, only=only, how=how)
         self.events("restored", {"name": choice.directory, "step": choice.name.step})
 
@@ -237,6 +240,44 @@ class Checkpointer:
         """
         return self._pipeline.collector.sweep(collected)
 
+    def require_agreement(self) -> None:
+        """Compare what should be the same on all ranks.
+
+        Raises:
+            ConfigError: A component differs; on every rank.
+        """
+        entries = self.registry.entries()
+        require_agreement(self.team.together(lambda: dict(self._stager.agreement(entries))))
+
+    def _copied(
+        self, name: CheckpointName, info: StagedInfo, *, must: bool, turn: Turn
+    ) -> Future[SaveError | None] | None:
+        """Copy and hand over; None if it was skipped."""
+        pipeline = self._pipeline
+        pipeline.reap()
+        self._refuse_used(name)
+        if must and pipeline.busy and not self.wait(self.options.must_timeout_s):
+            raise pipeline.too_slow(name.directory)
+        if pipeline.busy:
+            self.skipped += 1
+            self.events("checkpoint_skipped", {"step": name.step, "reason": "all arenas are busy"})
+            return None
+        for _ in range(MUST_TRIES if must else 1):
+            try:
+                return self._hand_over(name, info, turn)
+            except TornCopyError as torn:
+                self.torn += 1
+                reason = f"changed while it was copied: {', '.join(torn.args)}"
+                self.events("checkpoint_skipped", {"step": name.step, "reason": reason})
+        if must:
+            raise StorageError(
+                f"the state changed during each of {MUST_TRIES} copies",
+                where=name.directory,
+                rule="a torn copy is never saved",
+                way_out="save between changes of the state",
+            )
+        return None
+
     def _refuse_used(self, name: CheckpointName) -> None:
         if self._pipeline.is_used(name.directory):
             raise ConfigError(
@@ -246,20 +287,9 @@ class Checkpointer:
                 way_out="save under another step",
             )
 
-    def _untorn(
-        self, name: CheckpointName, info: StagedInfo, *, tries: int
-    ) -> Future[SaveError | None] | None:
-        """Hand a whole copy over; None if every one was torn."""
-        for _ in range(tries):
-            try:
-                return self._hand_over(name, info)
-            except TornCopyError as torn:
-                self.torn += 1
-                reason = f"changed while it was copied: {', '.join(torn.args)}"
-                self.events("checkpoint_skipped", {"step": name.step, "reason": reason})
-        return None
-
-    def _hand_over(self, name: CheckpointName, info: StagedInfo) -> Future[SaveError | None]:
+    def _hand_over(
+        self, name: CheckpointName, info: StagedInfo, turn: Turn
+    ) -> Future[SaveError | None]:
         started_s = self.clock.monotonic_s()
         entries = self.registry.entries()
         arena = self._pipeline.take_arena()
@@ -274,7 +304,7 @@ class Checkpointer:
         except BaseException:
             self._pipeline.give_back(arena)
             raise
-        return self._pipeline.submit(snapshot)
+        return self._pipeline.submit(snapshot, turn)
 
     def _await_commit(self, directory: str, saving: Future[SaveError | None]) -> None:
         if not self.wait(self.options.must_timeout_s):

@@ -9,8 +9,10 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from perdure.checkpoint.arena import materialize
+from perdure.checkpoint.dtypes import item_size
 from perdure.checkpoint.layout import TensorSpec
-from perdure.checkpoint.restoration import CheckpointReader, StoredTensor
+from perdure.checkpoint.reading import CheckpointReader, StoredTensor
 
 Verdict = Literal["equal", "different", "only in A", "only in B"]
 
@@ -123,18 +125,17 @@ def _describe(stored: StoredTensor | None) -> str:
 def _measure(a: StoredTensor, b: StoredTensor) -> tuple[int, float | None]:
     """How many elements have other bits, and the largest absolute difference."""
     total = math.prod(a.spec.shape)
-    size = a.data.nbytes // total if total else 0
+    size = item_size(a.spec.code)
     different, largest = 0, 0.0
     for start in range(0, total, _BLOCK):
         count = min(_BLOCK, total - start)
-        cut = slice(start * size, (start + count) * size)
-        left, right = a.data[cut], b.data[cut]
+        left, right = (one.elements(start, start + count) for one in (a, b))
         unequal = np.any((left != right).reshape(count, size), axis=1)
         if not unequal.any():
             continue
         different += int(np.count_nonzero(unequal))
         spec = TensorSpec(a.spec.code, (count,))
-        found = _largest(StoredTensor(spec, left).load(), StoredTensor(spec, right).load(), unequal)
+        found = _largest(materialize(left, spec), materialize(right, spec), unequal)
         # Once it is no number, it stays so.
         largest = largest if math.isnan(largest) or found <= largest else found
     return different, largest

@@ -9,7 +9,8 @@ from typing import Any
 import xxhash
 
 from perdure.checkpoint.keep import Keep
-from perdure.checkpoint.registry import RESTORE_ORDER, Kind
+from perdure.checkpoint.registry import RESTORE_ORDER, Kind, tensor_file_of
+from perdure.checkpoint.sharded import ShardedTensor, Shards, first_problem, shard_file
 from perdure.core import sealed_json
 from perdure.core.components import StoredSegment
 from perdure.core.errors import DamagedError, FutureFormatError
@@ -24,7 +25,10 @@ SEGMENTS_FEATURE = "segments"
 LEGACY_FEATURE = "legacy"
 """Required of whoever reads a checkpoint that holds a pickle."""
 
-FEATURES: frozenset[str] = frozenset({SEGMENTS_FEATURE, LEGACY_FEATURE})
+RANKS_FEATURE = "ranks"
+"""Required of whoever reads a checkpoint that several ranks have stored together."""
+
+FEATURES: frozenset[str] = frozenset({SEGMENTS_FEATURE, LEGACY_FEATURE, RANKS_FEATURE})
 """Required features this version understands; a manifest that needs another one is refused."""
 
 CHECKPOINTS = "checkpoints"
@@ -96,12 +100,21 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class ComponentEntry:
-    """One stored component; ``tensor_file`` and ``legacy_file`` are empty if it has none."""
+    """One stored component.
+
+    Attributes:
+        tensor_file: Of the tensors that lie in one piece; empty if there are none.
+        legacy_file: Of its pickle; empty if it has none.
+        state_file: Of its small values.
+        shards: Tensors that ranks have stored in parts.
+    """
 
     kind: Kind
     schema_version: int
     tensor_file: str
     legacy_file: str = ""
+    state_file: str = STATE_FILE
+    shards: Shards = field(default_factory=dict[str, ShardedTensor])
 
     def encode(self) -> dict[str, Any]:
         """Its part of the manifest."""
@@ -110,7 +123,13 @@ class ComponentEntry:
             "schema_version": self.schema_version,
             "tensor_file": self.tensor_file,
         }
-        return {**fields, "legacy_file": self.legacy_file} if self.legacy_file else fields
+        if self.legacy_file:
+            fields["legacy_file"] = self.legacy_file
+        if self.state_file != STATE_FILE:
+            fields["state_file"] = self.state_file
+        if self.shards:
+            fields["shards"] = {name: one.encode() for name, one in self.shards.items()}
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +150,18 @@ class Manifest:
         default_factory=dict[str, tuple[StoredSegment, ...]]
     )
     """Component → its segments in order; they are shared with other checkpoints."""
+    ranks: int = 1
+    """How many ranks have stored it together."""
+
+    def shard_file(self, component: str, rank: int) -> str:
+        """The file with one rank's parts of the tensors of a component."""
+        kind = self.components[component].kind
+        return shard_file(tensor_file_of(component, kind), rank, self.ranks)
+
+    @property
+    def sharding_problem(self) -> str:
+        """The first tensor whose parts are not the whole, and why; empty if there is none."""
+        return first_problem((name, entry.shards) for name, entry in self.components.items())
 
     @property
     def segment_bytes(self) -> int:
@@ -171,6 +202,7 @@ class Manifest:
                 "components": {key: entry.encode() for key, entry in self.components.items()},
                 "files": {path: entry.encode() for path, entry in self.files.items()},
                 **({"segments": segments} if segments else {}),
+                **({"ranks": self.ranks} if self.ranks > 1 else {}),
             }
         )
 
@@ -244,6 +276,7 @@ def _parse(value: dict[str, Any]) -> Manifest:
             key: tuple(_parse_segment(item) for item in items)
             for key, items in value.get("segments", {}).items()
         },
+        ranks=int(value.get("ranks", 1)),
     )
 
 
@@ -278,4 +311,6 @@ def _parse_component(item: dict[str, Any]) -> ComponentEntry:
         int(item["schema_version"]),
         str(item["tensor_file"]),
         str(item.get("legacy_file", "")),
+        str(item.get("state_file", STATE_FILE)),
+        {name: ShardedTensor.decode(one) for name, one in item.get("shards", {}).items()},
     )

@@ -6,10 +6,12 @@ acknowledged → ``latest.json`` → ``collect`` acknowledged → older director
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 from perdure.checkpoint import retention, writer
 from perdure.checkpoint.arena import Arena
@@ -21,6 +23,7 @@ from perdure.checkpoint.manifest import LATEST, Manifest, directory_path
 from perdure.checkpoint.options import CheckpointOptions
 from perdure.checkpoint.segments.store import SegmentStore
 from perdure.checkpoint.snapshot import Snapshot
+from perdure.checkpoint.team import Turn
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
 from perdure.core.components import Segment
@@ -117,12 +120,25 @@ class SavePipeline:
         committed = {record.directory for record in self.ledger.committed()}
         return directory in self._used or directory in committed
 
-    def submit(self, snapshot: Snapshot) -> Future[SaveError | None]:
-        """Save what an arena holds; the future says what kept it from being committed."""
+    def submit(self, snapshot: Snapshot, turn: Turn) -> Future[SaveError | None]:
+        """Save what an arena holds; the future says what kept it from being committed.
+
+        Args:
+            snapshot: What was staged.
+            turn: Which save of all ranks it is.
+        """
         self._used.add(snapshot.manifest.name.directory)
-        saving = self._executor.submit(self._save, snapshot)
+        job = self._lead if turn.leads else self._follow
+        saving = self._executor.submit(job, snapshot, turn)
         self._pending.append(saving)
         return saving
+
+    def decline(self, turn: Turn, reason: str) -> None:
+        """Nothing was submitted for this save: let the other ranks know."""
+        if turn.alone:
+            return
+        refused = StorageError(reason, where=f"rank {turn.rank}")
+        self._pending.append(self._executor.submit(self._tell, turn.decline, refused))
 
     def submit_segments(
         self, parts: Mapping[str, Sequence[Segment]], incarnation: IncarnationNumber
@@ -185,27 +201,13 @@ class SavePipeline:
             timeout_s=self.options.commit_timeout_s,
         )
 
-    def _save(self, snapshot: Snapshot) -> SaveError | None:
+    def _save(self, snapshot: Snapshot, turn: Turn) -> SaveError | None:
         """One save, on the executor; returns what kept it from being committed."""
         name = snapshot.manifest.name
         started_s = self.clock.monotonic_s()
-        writing = False
         try:
-            writer.require_empty(self.storage, name.directory)
-            stored = self.segments.make_durable(snapshot.segments, name.incarnation)
-            snapshot = snapshot.naming(stored)
-            writing = True
-            manifest, digest = writer.write(
-                self.storage, snapshot, self.faults, images=self._images
-            )
-        except (PerdureError, OSError) as error:
-            if writing:
-                self._discard(name)
-            return self.report(name, error)
-        finally:
-            self._free.append(snapshot.arena)
-        self.verified.add(name.directory)
-        try:
+            manifest, digest = self._write(snapshot, turn)
+            self.verified.add(name.directory)
             self._commit(manifest, digest, started_s)
         except (PerdureError, OSError) as error:
             return self.report(name, error)
@@ -219,6 +221,64 @@ class SavePipeline:
         except (PerdureError, OSError) as error:
             self.report(name, error)
         return None
+
+    def _lead(self, snapshot: Snapshot, turn: Turn) -> SaveError | None:
+        """A save that other ranks share in; they learn how it ended."""
+        try:
+            outcome = self._save(snapshot, turn)
+        except BaseException as error:
+            self._tell(turn.close, error)
+            raise
+        self._tell(turn.close, outcome)
+        return outcome
+
+    def _follow(self, snapshot: Snapshot, turn: Turn) -> SaveError | None:
+        """This rank's share of a save that another one commits."""
+        with contextlib.ExitStack() as held:
+            held.callback(self._free.append, snapshot.arena)
+
+            def store() -> Manifest:
+                with held:
+                    return writer.write_files(
+                        self.storage, snapshot, self.faults, images=self._images
+                    )
+
+            try:
+                turn.share(store, snapshot.agreement)
+            except (PerdureError, OSError) as error:
+                return self.report(snapshot.manifest.name, error)
+        self.last_error = None
+        return None
+
+    def _tell(self, tell: Callable[[Any], None], outcome: Any) -> None:
+        try:
+            tell(outcome)
+        except PerdureError as error:
+            self.events("warning", {"message": f"the other ranks were not told ({error})"})
+
+    def _write(self, snapshot: Snapshot, turn: Turn) -> tuple[Manifest, str]:
+        """Everything durable, the manifest included; what failed half-way is removed."""
+        name = snapshot.manifest.name
+        writing = False
+        try:
+            try:
+                writer.require_empty(self.storage, name.directory)
+                stored = self.segments.make_durable(snapshot.segments, name.incarnation)
+                writing = True
+                if not turn.alone:
+                    self.storage.make_dirs(directory_path(name.directory))
+                turn.open()
+                manifest = writer.write_files(
+                    self.storage, snapshot.naming(stored), self.faults, images=self._images
+                )
+            finally:
+                self._free.append(snapshot.arena)
+            manifest = turn.complete(manifest, snapshot.agreement)
+            return manifest, writer.write_manifest(self.storage, manifest, self.faults)
+        except (PerdureError, OSError):
+            if writing:
+                self._discard(name)
+            raise
 
     def _store(
         self, parts: Mapping[str, Sequence[Segment]], incarnation: IncarnationNumber

@@ -36,17 +36,24 @@ class Entry:
     required: bool
     legacy: bool = False
     """Whether it may be stored as a pickle."""
+    per_rank: bool = False
+    """Whether every rank has a state of its own, in place of one that all ranks share."""
 
     @property
     def tensor_file(self) -> str:
         """Where its tensors go inside a checkpoint's directory."""
-        folder = self.kind if self.kind in ("model", "optimizer") else "tensors"
-        return f"{folder}/{self.name}.safetensors"
+        return tensor_file_of(self.name, self.kind)
 
     @property
     def legacy_file(self) -> str:
         """Where its pickle goes inside a checkpoint's directory."""
         return f"{LEGACY}/{self.name}.pickle"
+
+
+def tensor_file_of(name: str, kind: Kind) -> str:
+    """Where the tensors of a component go inside a checkpoint's directory."""
+    folder = kind if kind in ("model", "optimizer") else "tensors"
+    return f"{folder}/{name}.safetensors"
 
 
 class Registry:
@@ -72,6 +79,7 @@ class Registry:
         kind: Kind,
         required: bool = True,
         legacy: bool = False,
+        per_rank: bool = False,
     ) -> None:
         """Add a component.
 
@@ -81,6 +89,7 @@ class Registry:
             kind: Decides the folder of its tensors and its turn when restoring.
             required: Whether a checkpoint without it is refused when restoring.
             legacy: Whether it may be stored as a pickle; see ``LegacyComponent``.
+            per_rank: Whether every rank has a state of its own.
 
         Raises:
             ConfigError: A name that is malformed or taken, or an unknown kind.
@@ -105,7 +114,7 @@ class Registry:
                 rule="a name belongs to one component",
                 way_out="choose another name, e.g. a nested one",
             )
-        self._entries[name] = Entry(name, component, kind, required, legacy)
+        self._entries[name] = Entry(name, component, kind, required, legacy, per_rank)
 
     def entries(self) -> tuple[Entry, ...]:
         """All components in the order they are restored.

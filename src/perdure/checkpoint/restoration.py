@@ -6,27 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgpack
-import numpy as np
-import xxhash
-
-from perdure.checkpoint.arena import materialize
-from perdure.checkpoint.layout import TensorSpec, parse_header
-from perdure.checkpoint.manifest import (
-    EXPERIENCE_FILE,
-    STATE_FILE,
-    ComponentEntry,
-    Manifest,
-    directory_path,
-)
+from perdure.checkpoint.manifest import ComponentEntry, Manifest
 from perdure.checkpoint.migrations import Migrations
+from perdure.checkpoint.reading import CheckpointReader
 from perdure.checkpoint.registry import Entry
-from perdure.checkpoint.segments.mapped import MappedSegment, Mappings, open_segment
 from perdure.checkpoint.segments.store import SegmentStore
+from perdure.checkpoint.shares import ALONE, RankPlace, placed, split_name
 from perdure.checkpoint.verification import Choice
 from perdure.core import sealed_json
-from perdure.core.components import ComponentState, Segment, Segmented
-from perdure.core.errors import ConfigError, DamagedError, FutureFormatError
+from perdure.core.components import ComponentState, Segment, Segmented, Spread
+from perdure.core.errors import ConfigError, FutureFormatError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.names import hint
 from perdure.core.storage_api import Storage
@@ -45,110 +34,20 @@ class Loading:
         store: Opens segments; without one, a segment that is found damaged stays in its place.
         migrations: Applied to states of older schema versions.
         allow_legacy: Whether pickles may be opened, which runs the code they name.
+        place: Which rank of several loads; of tensors spread over ranks it loads its part.
+        regrouped: Components with a state per rank that may be without one here, or leave one
+            behind, because the number of ranks has changed. Generators always may.
     """
 
     cold: Collection[str] = ()
     store: SegmentStore | None = None
     migrations: Migrations = field(default_factory=Migrations)
     allow_legacy: bool = False
+    place: RankPlace = ALONE
+    regrouped: Collection[str] = ()
 
 
 AS_STORED = Loading()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in its file; ``data`` are its bytes there, not to be written to."""
-
-    spec: TensorSpec
-    data: np.ndarray[Any, np.dtype[np.uint8]]
-
-    def load(self) -> Any:
-        """The tensor in memory of its own."""
-        return materialize(self.data, self.spec)
-
-
-class CheckpointReader:
-    """Contents of one checkpoint. Every file is checked against the manifest as it is read."""
-
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self._storage = storage
-        self._root = directory_path(manifest.name.directory)
-
-    def values(self) -> dict[str, dict[str, Any]]:
-        """Small values of every component, by name."""
-        packed = self._unpack(STATE_FILE)["components"]
-        return {name: _unpack(data, self._path(STATE_FILE)) for name, data in packed.items()}
-
-    def experience(self) -> dict[str, Any]:
-        """What was staged as ``StagedInfo.experience``."""
-        return dict(self._unpack(EXPERIENCE_FILE)["experience"])
-
-    def tensors(self, component: str) -> dict[str, Any]:
-        """Tensors of a component in memory of their own: numpy arrays, torch where numpy cannot."""
-        return {name: stored.load() for name, stored in self.stored_tensors(component).items()}
-
-    def legacy(self, component: str) -> bytes | None:
-        """The pickle of a component, checked and not opened; None if it has none."""
-        file = self.manifest.components[component].legacy_file
-        return self._read(file).tobytes() if file else None
-
-    def tensor_file(self, component: str) -> memoryview:
-        """All bytes of its tensor file, checked: what any safetensors reader opens. Maybe none."""
-        file = self.manifest.components[component].tensor_file
-        return self._read(file).data if file else memoryview(b"")
-
-    def stored_tensors(self, component: str) -> dict[str, StoredTensor]:
-        """Tensors of a component, to be read one by one."""
-        file = self.manifest.components[component].tensor_file
-        if not file:
-            return {}
-        data = self._read(file)
-        try:
-            start, places = parse_header(_header(data), file_size=data.nbytes)
-        except ValueError as error:
-            raise self._damaged(file, f"not a tensor file ({error})") from error
-        return {
-            place.name: StoredTensor(place.spec, data[start + place.start : start + place.end])
-            for place in places
-        }
-
-    def segments(self, component: str, store: SegmentStore | None = None) -> list[MappedSegment]:
-        """Segments of a component, opened; their rows are checked before they are first used.
-
-        Args:
-            component: Its name.
-            store: Opens them; without one, a segment that is found damaged stays in its place.
-        """
-        stored = self.manifest.segments.get(component, ())
-        if store is not None:
-            return store.open(component, stored)
-        mappings = Mappings(self._storage)
-        return [open_segment(one, component=component, mappings=mappings) for one in stored]
-
-    def _unpack(self, file: str) -> dict[str, Any]:
-        return _unpack(self._read(file).tobytes(), self._path(file))
-
-    def _read(self, file: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        entry = self.manifest.files.get(file)
-        if entry is None:
-            raise self._damaged(file, "not listed in the manifest")
-        try:
-            data = self._storage.map(self._path(file))
-        except FileNotFoundError as error:
-            raise self._damaged(file, "missing") from error
-        if data.nbytes != entry.bytes or xxhash.xxh3_128_hexdigest(data.data) != entry.checksum:
-            raise self._damaged(file, "checksum does not match")
-        return data
-
-    def _path(self, file: str) -> str:
-        return f"{self._root}/{file}"
-
-    def _damaged(self, file: str, reason: str) -> DamagedError:
-        return DamagedError(
-            reason, where=self._path(file), way_out="resume again: an earlier checkpoint is used"
-        )
 
 
 def restore(
@@ -179,7 +78,7 @@ def restore(
         DamagedError: A file changed since the checkpoint was chosen.
         FutureFormatError: A component was stored with a newer schema version.
     """
-    selected = _select(choice.manifest, entries, only)
+    selected = _select(choice.manifest, entries, only, how)
     _check_segmented(choice.manifest, selected, how.cold)
     _check_legacy(choice.manifest, selected, allowed=how.allow_legacy)
     _mark(storage, RESTORING, choice)
@@ -188,9 +87,8 @@ def restore(
     values = reader.values()
 
     def load(entry: Entry) -> None:
-        state = ComponentState(
-            reader.tensors(entry.name), values.get(entry.name, {}), reader.legacy(entry.name)
-        )
+        tensors = _tensors(reader, entry)
+        state = ComponentState(tensors, values.get(entry.name, {}), reader.legacy(entry.name))
         _load(entry, state, choice.manifest.components[entry.name], how.migrations)
         if isinstance(entry.component, Segmented):
             cold = entry.name in how.cold
@@ -206,6 +104,15 @@ def restore(
     _mark(storage, RESTORED, choice)
     storage.remove(RESTORING)
     faults.reach(FaultPoint.RESTORE_DONE)
+
+
+def _tensors(reader: CheckpointReader, entry: Entry) -> dict[str, Any]:
+    """The stored tensors of a component; of those that it has a part of, that part."""
+    stored = reader.stored_tensors(entry.name)
+    if not isinstance(entry.component, Spread):
+        return {name: tensor.load() for name, tensor in stored.items()}
+    live = entry.component.live_tensors({name: one.spec.shape for name, one in stored.items()})
+    return {name: placed(live.get(name), tensor.load) for name, tensor in stored.items()}
 
 
 def _check_legacy(manifest: Manifest, selected: Sequence[Entry], *, allowed: bool) -> None:
@@ -251,40 +158,75 @@ def _check_segmented(manifest: Manifest, selected: Sequence[Entry], cold: Collec
 
 
 def _select(
-    manifest: Manifest, entries: Sequence[Entry], only: Collection[str] | None
+    manifest: Manifest, entries: Sequence[Entry], only: Collection[str] | None, how: Loading
 ) -> list[Entry]:
     """Components to load. Nothing is left out that was not left out on purpose."""
     registered = {entry.name: entry for entry in entries}
+    stored = manifest.components
     directory = manifest.name.directory
     for name in only or ():
-        if name not in registered or name not in manifest.components:
-            known = sorted(registered.keys() & manifest.components.keys())
+        if name not in registered or name not in stored:
+            known = sorted(registered.keys() & stored.keys())
             raise ConfigError(
                 f"{name!r} is not a component of {directory} that is registered",
                 where="selection",
                 rule="one of " + ", ".join(known),
                 way_out=hint(name, known),
             )
-    if only is not None:
-        return [entry for entry in entries if entry.name in only]
-    unknown = sorted(manifest.components.keys() - registered.keys())
+    wanted = [entry for entry in entries if only is None or entry.name in only]
+    here = how.place.named(wanted)
+    if only is None:
+        _refuse_unknown(manifest, registered, how)
+        required = [e.name for e in here if e.name not in stored and e.required and not e.per_rank]
+        if required:
+            raise ConfigError(
+                f"lacks required components: {', '.join(required)}",
+                where=directory,
+                rule="a required component is always restored",
+                way_out="register them with required=False, or name what to load",
+            )
+    for entry in here:
+        if entry.name not in stored and entry.per_rank:
+            _require_regrouped(split_name(entry.name)[0], registered, manifest, how)
+    return [entry for entry in here if entry.name in stored]
+
+
+def _refuse_unknown(manifest: Manifest, registered: Mapping[str, Entry], how: Loading) -> None:
+    unknown: list[str] = []
+    for name in sorted(manifest.components.keys() - registered.keys()):
+        base, rank = split_name(name)
+        if base not in registered or not registered[base].per_rank:
+            unknown.append(name)
+        elif rank >= how.place.size:
+            _require_regrouped(base, registered, manifest, how)
     if unknown:
         raise ConfigError(
             f"holds components that are not registered: {', '.join(unknown)}",
-            where=directory,
+            where=manifest.name.directory,
             rule="a stored component is never dropped silently",
             way_out="register them, or name what to load",
         )
-    absent = [name for name in registered if name not in manifest.components]
-    required = [name for name in absent if registered[name].required]
-    if required:
+
+
+def _require_regrouped(
+    name: str, registered: Mapping[str, Entry], manifest: Manifest, how: Loading
+) -> None:
+    """Nobody's own state is dropped, and nobody goes without, that was not named for it."""
+    if registered[name].kind == "rng" or name in how.regrouped:
+        return
+    if how.place.size == manifest.ranks:
         raise ConfigError(
-            f"lacks required components: {', '.join(required)}",
-            where=directory,
+            f"lacks the state of rank {how.place.rank}",
+            where=f"component {name} in {manifest.name.directory}",
             rule="a required component is always restored",
-            way_out="register them with required=False, or name what to load",
+            way_out=f"accept that it starts anew: accept_changes=[{name!r}]",
         )
-    return [entry for entry in entries if entry.name not in absent]
+    raise ConfigError(
+        f"was stored by {manifest.ranks} ranks, each its own, and {how.place.size} load",
+        where=f"component {name}",
+        rule="a rank's own state is loaded by that rank, and never dropped silently",
+        way_out=f"start {manifest.ranks} ranks, or accept it: accept_changes=[{name!r}]",
+    )
 
 
 def _load(
@@ -326,15 +268,3 @@ def _does_not_fit(entry: Entry, error: ValueError) -> ConfigError:
 def _mark(storage: Storage, path: str, choice: Choice) -> None:
     marker: Mapping[str, Any] = {"format": 1, "directory": choice.directory}
     storage.write_atomic(path, sealed_json.encode(dict(marker)))
-
-
-def _header(data: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
-    length = int.from_bytes(data[:8].tobytes(), "little")
-    return data[: 8 + length].tobytes()
-
-
-def _unpack(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        return msgpack.unpackb(data, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise DamagedError(f"not msgpack ({error})", where=where) from error

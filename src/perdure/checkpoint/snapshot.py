@@ -7,7 +7,7 @@ import functools
 import importlib.metadata
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -20,15 +20,15 @@ from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     FORMAT,
     LEGACY_FEATURE,
+    RANKS_FEATURE,
     SEGMENTS_FEATURE,
-    STATE_FILE,
-    ComponentEntry,
     Manifest,
     StagedInfo,
 )
 from perdure.checkpoint.registry import Entry
+from perdure.checkpoint.shares import ALONE, RankPlace, Share, share_of, state_file
 from perdure.core.clock import Clock
-from perdure.core.components import ComponentState, Segment, Segmented, StoredSegment
+from perdure.core.components import Segment, Segmented, StoredSegment
 from perdure.core.errors import ConfigError
 from perdure.core.ids import CheckpointName
 
@@ -44,6 +44,8 @@ class Snapshot:
     small_files: Mapping[str, bytes]
     segments: Mapping[str, tuple[Segment, ...]]
     """Component → its segments, which never change; not copied."""
+    agreement: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of several ranks: component → digest of what must be the same on all of them."""
 
     @property
     def bytes(self) -> int:
@@ -66,11 +68,13 @@ class Stager:
     Args:
         clock: Dates the manifests.
         arenas: How many of them the engine holds, for the manifest.
+        place: Which rank of several this is; of shared state it copies what it stores.
     """
 
-    def __init__(self, clock: Clock, *, arenas: int) -> None:
+    def __init__(self, clock: Clock, *, arenas: int, place: RankPlace = ALONE) -> None:
         self._clock = clock
         self._arenas = arenas
+        self._place = place
         self._versions = library_versions()
         self._seen: dict[str, dict[str, tuple[Any, Any]]] | None = None
         self._layout = ArenaLayout((), 0)
@@ -84,38 +88,35 @@ class Stager:
             ConfigError: A component holds something a checkpoint cannot store.
             TornCopyError: A component changed meanwhile; the copy is worth nothing.
         """
+        entries = self._place.named(entries)
         guard = CopyGuard(entries)
         states = {entry.name: entry.component.state() for entry in entries}
+        share = share_of(entries, states, self._place)
         segments = {
             entry.name: tuple(entry.component.segments())
             for entry in entries
             if isinstance(entry.component, Segmented)
         }
-        components = {entry.name: _entry_of(entry, states[entry.name]) for entry in entries}
-        tensors = {
-            components[key].tensor_file: state.tensors
-            for key, state in states.items()
-            if state.tensors
-        }
-        layout = self._plan(tensors)
-        for key, state in states.items():
-            guard.watch(key, state.tensors)
+        layout = self._plan(share.tensors)
+        for path, tensors in share.tensors.items():
+            guard.watch(share.owners[path], tensors)
         manifest = Manifest(
             name=name,
             info=copy.deepcopy(info),
             created_wall_s=self._clock.wall_s(),
             versions=self._versions,
-            components=components,
+            components=share.components,
             files={},
             arena_bytes=layout.size,
             arenas=self._arenas,
-            features=(LEGACY_FEATURE,) if any(e.legacy_file for e in components.values()) else (),
+            features=_features(share, self._place),
+            ranks=self._place.size,
         )
         _check_encodable(manifest)
-        small_files = _small_files(info, states) | _legacy_files(components, states)
-        arena.fill(layout, tensors)
+        small_files = _small_files(info, share, self._place) | _legacy_files(share)
+        arena.fill(layout, share.tensors)
         guard.compare()
-        return Snapshot(manifest, arena, layout, small_files, segments)
+        return Snapshot(manifest, arena, layout, small_files, segments, share.agreement)
 
     def size_of(self, entries: tuple[Entry, ...]) -> int:
         """Bytes of an arena that holds a copy of the components as they are now.
@@ -123,8 +124,21 @@ class Stager:
         Raises:
             ConfigError: A component holds something a checkpoint cannot store.
         """
-        states = {entry.tensor_file: entry.component.state().tensors for entry in entries}
-        return self._plan({path: tensors for path, tensors in states.items() if tensors}).size
+        return self._plan(self._share(entries).tensors).size
+
+    def agreement(self, entries: tuple[Entry, ...]) -> Mapping[str, str]:
+        """Component → digest of what must be the same on all ranks; empty if there is one.
+
+        Raises:
+            ConfigError: A component holds something a checkpoint cannot store.
+        """
+        return self._share(entries).agreement
+
+    def _share(self, entries: tuple[Entry, ...]) -> Share:
+        named = self._place.named(entries)
+        return share_of(
+            named, {entry.name: entry.component.state() for entry in named}, self._place
+        )
 
     def _plan(self, tensors: Mapping[str, Mapping[str, Any]]) -> ArenaLayout:
         seen = {
@@ -137,28 +151,15 @@ class Stager:
         return self._layout
 
 
-def _entry_of(entry: Entry, state: ComponentState) -> ComponentEntry:
-    if state.legacy is not None and not entry.legacy:
-        raise ConfigError(
-            "its state holds a pickle",
-            where=f"component {entry.name}",
-            rule="nothing is pickled that was not registered with legacy=True",
-            way_out="register it so, or store tensors and plain values",
-        )
-    return ComponentEntry(
-        entry.kind,
-        entry.component.schema_version,
-        entry.tensor_file if state.tensors else "",
-        "" if state.legacy is None else entry.legacy_file,
-    )
+def _features(share: Share, place: RankPlace) -> tuple[str, ...]:
+    legacy = any(entry.legacy_file for entry in share.components.values())
+    return (LEGACY_FEATURE,) * legacy + (RANKS_FEATURE,) * (place.size > 1)
 
 
-def _legacy_files(
-    components: Mapping[str, ComponentEntry], states: Mapping[str, ComponentState]
-) -> dict[str, bytes]:
+def _legacy_files(share: Share) -> dict[str, bytes]:
     return {
-        components[name].legacy_file: state.legacy
-        for name, state in states.items()
+        share.components[name].legacy_file: state.legacy
+        for name, state in share.states.items()
         if state.legacy is not None
     }
 
@@ -207,18 +208,19 @@ def _describe(path: str, tensors: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return specs
 
 
-def _small_files(info: StagedInfo, states: Mapping[str, ComponentState]) -> dict[str, bytes]:
-    packed = {key: _pack(dict(state.values), where=key) for key, state in states.items()}
+def _small_files(info: StagedInfo, share: Share, place: RankPlace) -> dict[str, bytes]:
+    packed = {key: _pack(dict(state.values), where=key) for key, state in share.states.items()}
+    file = state_file(place)
+    states = {file: _pack({"format": FORMAT, "components": packed}, where=file)}
+    if not place.leads:
+        return states if packed else {}
     position = info.position
     experience = {
         "format": FORMAT,
         "position": [position.incarnation, position.segment, position.offset],
         "experience": dict(info.experience),
     }
-    return {
-        STATE_FILE: _pack({"format": FORMAT, "components": packed}, where=STATE_FILE),
-        EXPERIENCE_FILE: _pack(experience, where=EXPERIENCE_FILE),
-    }
+    return {**states, EXPERIENCE_FILE: _pack(experience, where=EXPERIENCE_FILE)}
 
 
 def _pack(value: object, *, where: str) -> bytes:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from perdure.checkpoint.manifest import Manifest
 from perdure.checkpoint.migrations import Migrations
+from perdure.checkpoint.reading import CheckpointReader
 from perdure.checkpoint.registry import Registry
-from perdure.checkpoint.restoration import CheckpointReader
 from perdure.core.components import ComponentState, Segment
 
 

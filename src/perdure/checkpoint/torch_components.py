@@ -47,6 +47,11 @@ class ModuleComponent:
             for name, tensor in stored.items():
                 live[name].copy_(tensor)
 
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Parameters and buffers that have the shapes."""
+        live = self._tensors()
+        return {n: live[n] for n, s in shapes.items() if n in live and tuple(live[n].shape) == s}
+
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name, value in self._module.state_dict(keep_vars=True).items():
@@ -110,6 +115,23 @@ class OptimizerComponent:
                 group[key] = _taken_over(key, group.get(key), value)
             for parameter in group["params"]:
                 self._load_parameter(parameter, stored["state"].get(names[id(parameter)]), group)
+
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """State tensors that have the shapes; a parameter stands for state it does not have yet."""
+        names = self._names()
+        held = {
+            f"state/{names[id(parameter)]}": parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
+        found: dict[str, torch.Tensor] = {}
+        for name, shape in shapes.items():
+            path, _, key = name.rpartition("/")
+            if path in held:
+                live = self._optimizer.state.get(held[path], {}).get(key, held[path])
+                if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
+                    found[name] = live.detach()
+        return found
 
     def _load_parameter(
         self, parameter: torch.Tensor, stored: dict[str, Any] | None, group: Mapping[str, Any]

@@ -162,6 +162,8 @@ def _read_manifest(storage: Storage, directory: str, digest: str) -> Manifest | 
         return FileProblem(MANIFEST, error.what, unreadable=True)
     if manifest.name.directory != directory:
         return FileProblem(MANIFEST, f"belongs to {manifest.name.directory}")
+    if manifest.sharding_problem:
+        return FileProblem(MANIFEST, manifest.sharding_problem)
     return manifest
 
 

@@ -35,16 +35,16 @@ def require_empty(storage: Storage, directory: str) -> None:
         )
 
 
-def write(
+def write_files(
     storage: Storage, snapshot: Snapshot, faults: FaultHook, *, images: ImageFiles
-) -> tuple[Manifest, str]:
-    """Write all files and the manifest; everything is durable on return.
+) -> Manifest:
+    """Write all files but the manifest; they are durable on return.
 
     Order: every file under a temporary name, synced and renamed → directories synced → every file
-    read back and compared → manifest under a temporary name, synced → renamed → directory synced.
+    read back and compared.
 
     Returns:
-        The manifest and its digest.
+        The manifest, with the checksums of what was written.
 
     Raises:
         StorageError: The storage refused; what was written may lie around.
@@ -62,7 +62,18 @@ def write(
     for path, entry in files.items():
         _verify_written(images, root, path, entry)
     faults.reach(FaultPoint.CHECKPOINT_FILES_DURABLE)
-    manifest = replace(snapshot.manifest, files=files)
+    return replace(snapshot.manifest, files=files)
+
+
+def write_manifest(storage: Storage, manifest: Manifest, faults: FaultHook) -> str:
+    """Write the manifest, the last file, durably; returns its digest.
+
+    Order: under a temporary name, synced → renamed → directory synced.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    root = directory_path(manifest.name.directory)
     encoded = manifest.encode()
     temporary = _temporary(f"{root}/{MANIFEST}")
     append_file(storage, temporary, memoryview(encoded))
@@ -70,7 +81,7 @@ def write(
     storage.rename(temporary, f"{root}/{MANIFEST}")
     faults.reach(FaultPoint.MANIFEST_RENAMED)
     storage.sync_dir(root)
-    return manifest, digest_of(encoded)
+    return digest_of(encoded)
 
 
 def _write_files(

@@ -76,6 +76,14 @@ def show_checkpoint(
         str | None, typer.Argument(metavar="CHECKPOINT", help="Which one; the newest by default.")
     ] = None,
     *,
+    digests: Annotated[
+        bool,
+        typer.Option(
+            "--digests",
+            help="Digest of each component's tensors: equal for equal tensors, whatever ranks"
+            " have stored them.",
+        ),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds: clocks, lineage, components, files."""
@@ -95,7 +103,8 @@ def show_checkpoint(
     if json:
         import json as json_text
 
-        print_json({**json_text.loads(manifest.encode()), "ok": report.ok})
+        found = {"digests": _digests(storage, report)} if digests else {}
+        print_json({**json_text.loads(manifest.encode()), "ok": report.ok, **found})
         return
     typer.echo(f"{record.directory}  {manifest.bytes:,} bytes  {'ok' if report.ok else 'DAMAGED'}")
     for title, pairs in (
@@ -105,10 +114,28 @@ def show_checkpoint(
     ):
         typer.echo(f"{title}: " + ", ".join(f"{key} {value}" for key, value in pairs.items()))
     typer.echo(f"config {manifest.info.config_digest}, data {manifest.info.dataset_digest}")
+    if manifest.ranks > 1:
+        typer.echo(f"stored by {manifest.ranks} ranks")
+    known = _digests(storage, report) if digests else {}
     for name, entry in manifest.components.items():
-        typer.echo(f"  {name:<24} {entry.kind} (schema {entry.schema_version})")
+        tensors = f", tensors {known[name]}" if name in known else ""
+        typer.echo(f"  {name:<24} {entry.kind} (schema {entry.schema_version}){tensors}")
     for path, file in manifest.files.items():
         typer.echo(f"  {path:<36} {file.bytes:>12,}  {file.checksum}")
+
+
+def _digests(storage: Storage, report: VerifyReport) -> dict[str, str]:
+    """Component → digest of its tensors, whatever ranks have stored them; none of a damaged one."""
+    from perdure.checkpoint import CheckpointReader
+
+    if not report.ok or report.manifest is None:
+        return {}
+    reader, components = CheckpointReader(storage, report.manifest), report.manifest.components
+    return {
+        name: reader.digest(name)
+        for name, entry in components.items()
+        if entry.tensor_file or entry.shards
+    }
 
 
 def _verify(storage: Storage, record: Checkpointed) -> VerifyReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,21 +88,21 @@ def _write(storage: Storage, reader: CheckpointReader, names: list[str]) -> list
     for name in dict.fromkeys(names):
         folder = name.rpartition("/")[0]
         storage.make_dirs(folder)
-        tensors = reader.tensor_file(name)
-        if tensors.nbytes:
+        if reader.stored_tensors(name):
             written.append(f"{name}.safetensors")
-            _write_file(storage, written[-1], tensors)
+            _write_file(storage, written[-1], reader.tensor_file(name))
         if values.get(name):
             written.append(f"{name}.json")
             text = json_text.dumps(values[name], indent=1, default=_as_hex) + "\n"
-            _write_file(storage, written[-1], memoryview(text.encode()))
+            _write_file(storage, written[-1], [memoryview(text.encode())])
     return written
 
 
-def _write_file(storage: Storage, path: str, data: memoryview) -> None:
+def _write_file(storage: Storage, path: str, pieces: Iterable[memoryview]) -> None:
     file = storage.create_append(path)
     try:
-        file.append([data])
+        for piece in pieces:
+            file.append([piece])
         file.sync()
     finally:
         file.close()

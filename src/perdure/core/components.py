@@ -8,14 +8,39 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from perdure.core.boxes import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a tensor that this rank holds, for components that are spread over ranks.
+
+    Attributes:
+        shape: Shape of the whole tensor, the same on every rank.
+        offsets: Where the part begins, one number an axis.
+        data: The part: a numpy array or a torch tensor with as many axes.
+        stored: Whether this rank stores it; of ranks that hold the same part, exactly one does.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: Any
+    stored: bool = True
+
+    @property
+    def box(self) -> Box:
+        """The part as a box of the whole."""
+        return Box(self.offsets, tuple(self.data.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class ComponentState:
     """State of one component.
 
     Attributes:
-        tensors: Name → numpy array or torch tensor. The engine copies them while staging; they are
-            never referred to afterwards.
+        tensors: Name → numpy array, torch tensor (``DTensor`` included) or :class:`Shard`. The
+            engine copies them while staging; they are never referred to afterwards. A component
+            whose live tensor is spread over ranks is given its own part of the stored one.
         values: msgpack-able small values (numbers, text, bytes, lists, mappings with text keys).
         legacy: A pickle, of components that were registered as legacy ones only.
     """
@@ -55,6 +80,24 @@ class Versioned(Protocol):
         """Even while nothing changes, odd during a change, never the same again after one.
 
         It is read before and after the copy. :class:`perdure.checkpoint.ChangeCounter` counts so.
+        """
+        ...
+
+
+@runtime_checkable
+class Spread(Protocol):
+    """A component whose tensors may be spread over ranks: it is loaded with its part of them."""
+
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
+        """Live tensors that lie on the ranks as the stored ones of these names are to lie.
+
+        Args:
+            shapes: Name → shape of the whole stored tensor.
+
+        Returns:
+            Name → :class:`Shard` or ``DTensor`` of that shape: the stored tensor is handed over as
+            one of the same kind and box. What is left out, or is neither, is handed over as a
+            whole.
         """
         ...
 

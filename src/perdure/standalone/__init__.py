@@ -4,7 +4,7 @@ from perdure.checkpoint.keep import Keep, keep
 from perdure.standalone.engine import CheckpointEngine
 from perdure.standalone.options import EngineOptions
 from perdure.standalone.policy import SavePolicy, every
-from perdure.standalone.run import RestoredFrom
+from perdure.standalone.world import RestoredFrom
 
 __all__ = [
     "CheckpointEngine",

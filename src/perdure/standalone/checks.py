@@ -64,8 +64,7 @@ def _run_on_copies(parts: Parts, sanity: Callable[[dict[str, Any]], object]) -> 
     """Call the check with copies that belong together; the generators are set back afterwards."""
     before = _digest(parts)
     with _generators_kept():
-        # In one go, so that the copied optimizer updates the copied parameters.
-        copies = copy.deepcopy(parts.named)
+        copies = _copies(parts)
         try:
             verdict = sanity(copies)
         except Exception as error:
@@ -79,6 +78,19 @@ def _run_on_copies(parts: Parts, sanity: Callable[[dict[str, Any]], object]) -> 
             rule="it works on the copies it is given and on nothing else",
             way_out="use its argument in place of the registered objects",
         )
+
+
+def _copies(parts: Parts) -> dict[str, Any]:
+    try:
+        # In one go, so that the copied optimizer updates the copied parameters.
+        return copy.deepcopy(parts.named)
+    except Exception as error:
+        raise ConfigError(
+            f"the registered parts cannot be copied ({error})",
+            where="sanity",
+            rule="the check works on copies of all of them; modules that are sharded have none",
+            way_out="check in the script, after engine.start()",
+        ) from error
 
 
 def _refused(what: str) -> DamagedError:

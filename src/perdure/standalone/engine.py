@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, Unpack
 
-from perdure.checkpoint import CheckpointOptions, Choice, Kind
+from perdure.checkpoint import CheckpointOptions, Choice
 from perdure.checkpoint.checkpointer import MUST_TRIES
 from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.tier import ObjectStore, TierStatus
@@ -18,11 +19,13 @@ from perdure.core.faults import NoFaults
 from perdure.runtime.remote import Remote, RemotePlan
 from perdure.standalone import refusals
 from perdure.standalone.checks import check_mirrors, check_restored
-from perdure.standalone.options import GRACE_S, EngineOptions, require_valid
+from perdure.standalone.options import GRACE_S, RANK_TIMEOUT_S, EngineOptions, require_valid
 from perdure.standalone.policy import SavePolicy, SaveTrigger, every, whole
-from perdure.standalone.registration import Mirror, Parts
-from perdure.standalone.run import OpenRun, RestoredFrom, Restoring, World, log_event, open_run
+from perdure.standalone.ranks import Safety, team_of, warn_of_regrouping
+from perdure.standalone.registration import Mirror, PartOptions, Parts
+from perdure.standalone.run import open_run
 from perdure.standalone.signals import SignalRequests
+from perdure.standalone.world import OpenRun, RestoredFrom, Restoring, World, log_event
 from perdure.storage import PosixStorage
 
 
@@ -88,6 +91,7 @@ class CheckpointEngine:
         self._trigger: SaveTrigger | None = None
         self._save_requested = False
         self._started_before = False
+        self._stop_asked = False
         self._metrics: dict[str, float] = {}
 
     @property
@@ -128,30 +132,16 @@ class CheckpointEngine:
         self._require_closed("register")
         self._parts.add_all(parts)
 
-    def add(
-        self,
-        name: str,
-        part: object,
-        *,
-        kind: Kind | None = None,
-        schema_version: int = 1,
-        exact: bool = True,
-        legacy: bool = False,
-    ) -> None:
+    def add(self, name: str, part: object, **how: Unpack[PartOptions]) -> None:
         """Register one part with more say.
 
         Args:
             name: May nest: ``agents/0/policy``.
             part: As for :meth:`register`.
-            kind: Its turn when restoring; by its type if None.
-            schema_version: Raised when the meaning of the part's state changes.
-            exact: Whether its state must equal the stored one right after loading.
-            legacy: Pickle it, whatever it is. Loading needs ``allow_legacy=True``; what comes back
-                is not compared.
+            how: See :class:`PartOptions`.
         """
         self._require_closed("add")
-        version = schema_version
-        self._parts.add(name, part, kind=kind, schema_version=version, exact=exact, legacy=legacy)
+        self._parts.add(name, part, **how)
 
     def mirror(self, copy: str, *, of: str) -> None:
         """Say that a script keeps the value at ``of`` also at ``copy`` (``"limits.lr"``).
@@ -211,6 +201,14 @@ class CheckpointEngine:
         self._require_closed("start")
         total = whole(total, where="steps()")
         self._parts.require_known(self._parts.accepted)
+        self._world = replace(
+            self._world,
+            team=team_of(
+                self._options.get("process_group"),
+                timeout_s=self._options.get("rank_timeout_s", RANK_TIMEOUT_S),
+                clock=self._world.clock,
+            ),
+        )
         self.restored_from = None
         self._parts.progress.step = self._parts.progress.total = 0
 
@@ -226,6 +224,7 @@ class CheckpointEngine:
                 self.restored_from = RestoredFrom(
                     choice.directory, self.step, choice.skipped, mismatches
                 )
+                warn_of_regrouping(choice.manifest, self._world, self._parts.registry)
 
         self._run = open_run(
             self._world,
@@ -235,6 +234,7 @@ class CheckpointEngine:
                 take_over=self._options.get("take_over", False),
                 cold=tuple(self._options.get("cold", ())),
                 allow_legacy=self._options.get("allow_legacy", False),
+                regrouped=self._parts.accepted,
             ),
             restored=restored,
         )
@@ -242,6 +242,7 @@ class CheckpointEngine:
         now_s = self._world.clock.monotonic_s()
         self._trigger = SaveTrigger(self._policy, step=self.step, now_s=now_s)
         self._signals = SignalRequests(self._world.clock)
+        self._stop_asked = False
         if not self._signals.listen():
             self._warn("signals reach the main thread only: SIGTERM will not save this loop")
 
@@ -261,23 +262,21 @@ class CheckpointEngine:
         self._parts.progress.step += 1
         now_s = self._world.clock.monotonic_s()
         trigger.step_completed(now_s, saving=run.saver.pending > 0)
-        if isinstance(run.saver.last_error, FencedError):
-            raise run.saver.last_error
-        if self.stopping:
-            self._save_and_stop(run)
-        if self.step == self._parts.progress.total:
-            run.stage(self._parts.progress, metrics=self._finite_metrics(), must=True)
-            if self.stopping:
-                self._stop(saved=True)
-            return
-        requested = self._save_requested or self._signals.save_requested
-        decision = trigger.decide(self.step, now_s)
-        if decision.warning:
-            self._warn(decision.warning)
-        if decision.save or requested:
-            self._stage(run, trigger)
-        else:
-            run.store_segments()
+        team = self._world.team
+        if not team.place.leads:
+            self._ask_leader()
+        # One rank decides for all of them: saves are made together or not at all.
+        match team.tell(lambda: self._decide(run, trigger, now_s)):
+            case Safety.STOP:
+                self._save_and_stop(run)
+            case Safety.SAVE_LAST:
+                run.stage(self._parts.progress, metrics=self._finite_metrics(), must=True)
+                if self.stopping:
+                    self._stop(saved=True)
+            case Safety.SAVE:
+                self._stage(run, trigger)
+            case _:
+                run.store_segments()
 
     def close(self) -> None:
         """Wait for pending saves and let the run go; :meth:`steps` does so by itself.
@@ -301,6 +300,32 @@ class CheckpointEngine:
     ) -> None:
         self._end(finished=kind is None)
 
+    def _decide(self, run: OpenRun, trigger: SaveTrigger, now_s: float) -> Safety:
+        """What to do at this safe point."""
+        if isinstance(run.saver.last_error, FencedError):
+            raise run.saver.last_error
+        asked = self._world.team.asked
+        if self.stopping or asked(Safety.STOP):
+            return Safety.STOP
+        if self.step == self._parts.progress.total:
+            return Safety.SAVE_LAST
+        decision = trigger.decide(self.step, now_s)
+        if decision.warning:
+            self._warn(decision.warning)
+        if asked(Safety.SAVE):
+            self._save_requested = True
+        requested = self._save_requested or self._signals.save_requested
+        return Safety.SAVE if decision.save or requested else Safety.GO_ON
+
+    def _ask_leader(self) -> None:
+        """Hand on what was asked of this rank, once."""
+        if self.stopping and not self._stop_asked:
+            self._stop_asked = True
+            self._world.team.ask(Safety.STOP)
+        if self._save_requested or self._signals.save_requested:
+            self._save_requested = self._signals.save_requested = False
+            self._world.team.ask(Safety.SAVE)
+
     def _stage(self, run: OpenRun, trigger: SaveTrigger) -> None:
         started_s = self._world.clock.monotonic_s()
         staged = run.stage(self._parts.progress, metrics=self._finite_metrics(), must=False)
@@ -317,9 +342,9 @@ class CheckpointEngine:
 
     def _save_and_stop(self, run: OpenRun) -> NoReturn:
         """Save within what is left of the grace period, hand the signal on, and leave the loop."""
-        stop_requested_s = self._signals.stop_requested_s
-        assert stop_requested_s is not None
-        deadline_s = stop_requested_s + self._options.get("grace_s", GRACE_S)
+        asked_s, now_s = self._signals.stop_requested_s, self._world.clock.monotonic_s()
+        # It may be another rank that was asked.
+        deadline_s = (now_s if asked_s is None else asked_s) + self._options.get("grace_s", GRACE_S)
         saved = False
         try:
             saved = self._saved_by(deadline_s, run)
@@ -329,9 +354,10 @@ class CheckpointEngine:
 
     def _saved_by(self, deadline_s: float, run: OpenRun) -> bool:
         """Save the present state; whether it was durable in time. A torn copy is made again."""
-        clock = self._world.clock
-        for _ in range(MUST_TRIES):
-            if not run.saver.wait(max(0.0, deadline_s - clock.monotonic_s())):
+        clock, alone = self._world.clock, self._world.team.place.size == 1
+        # Ranks stage together, so all of them as often as each other: once, whatever happens.
+        for _ in range(MUST_TRIES if alone else 1):
+            if not run.saver.wait(max(0.0, deadline_s - clock.monotonic_s())) and alone:
                 return False
             if run.stage(self._parts.progress, metrics=self._finite_metrics(), must=False):
                 ended = run.saver.wait(max(0.0, deadline_s - clock.monotonic_s()))
@@ -341,7 +367,8 @@ class CheckpointEngine:
     def _stop(self, *, saved: bool) -> NoReturn:
         kept = "is saved" if saved else "is NOT saved, the checkpoint before it stays"
         self._warn(f"SIGTERM: step {self.step} {kept}; start the same script again to go on")
-        self._signals.hand_on()
+        if self.stopping:
+            self._signals.hand_on()
         raise SystemExit(StoppedError.exit_code)
 
     def _end(self, *, finished: bool) -> None:

@@ -20,6 +20,7 @@ Check = Callable[[dict[str, Any]], object]
 """A sanity check: gets copies of the registered objects by name; False or an exception refuses."""
 
 GRACE_S = 30.0
+RANK_TIMEOUT_S = 600.0
 
 
 class EngineOptions(TypedDict, total=False):
@@ -29,7 +30,10 @@ class EngineOptions(TypedDict, total=False):
         take_over: Fence a live process that holds the run (one that hangs, say).
         accept_changes: Names of optimizers and schedules whose settings the script has changed on
             purpose: its own win over the stored ones. Of other parts: the check after loading is
-            left out.
+            left out, and of those that every rank has for itself the ranks may be more or fewer.
+        process_group: Of ``torch.distributed``: its ranks save together, each its part of what is
+            spread over them, with one commit. Any number of ranks may load that.
+        rank_timeout_s: Longest wait for another rank (600): as far as ranks may be apart.
         cold: Names of parts stored as segments (a ``ReplayRing``) that start without their rows.
         allow_legacy: Parts added with ``legacy=True`` may be unpickled: it runs code they name.
         migrations: Turn stored parts of an older ``schema_version`` into the next.
@@ -44,6 +48,8 @@ class EngineOptions(TypedDict, total=False):
 
     take_over: bool
     accept_changes: Iterable[str]
+    process_group: Any
+    rank_timeout_s: float
     cold: Iterable[str]
     allow_legacy: bool
     migrations: Migrations
@@ -83,9 +89,11 @@ def require_valid(
         if isinstance(value, str):
             rule = "a list of names: a text would be taken letter by letter"
             raise _refused(name, f"is {value!r}", rule, f"write {name}=[{value!r}]")
-    grace_s = options.get("grace_s", GRACE_S)
-    if not isinstance(grace_s, int | float) or not (grace_s >= 0 and math.isfinite(grace_s)):
-        raise _refused("grace_s", f"is {grace_s!r}", "seconds, 0 or more", "leave it out: 30 s")
+    for name, usual_s in (("grace_s", GRACE_S), ("rank_timeout_s", RANK_TIMEOUT_S)):
+        value = options.get(name, usual_s)
+        if not isinstance(value, int | float) or not (value >= 0 and math.isfinite(value)):
+            way_out = f"leave it out: {usual_s:g} s"
+            raise _refused(name, f"is {value!r}", "seconds, 0 or more", way_out)
 
 
 def _refused(where: str, what: str, rule: str, way_out: str) -> ConfigError:

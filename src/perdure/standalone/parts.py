@@ -14,6 +14,7 @@ from perdure.core.components import (
     ComponentState,
     Segment,
     Segmented,
+    Spread,
     Versioned,
 )
 from perdure.core.errors import ConfigError, PerdureError
@@ -73,6 +74,11 @@ class Part:
             raise self._refused(f"does not fit: {_text(error)}") from error
         if self.exact and schema_version == self.schema_version:
             self._require_equal(state)
+
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
+        """Of a component that may be spread over ranks: how its tensors lie."""
+        component = self.component
+        return component.live_tensors(shapes) if isinstance(component, Spread) else {}
 
     def _require_equal(self, stored: ComponentState) -> None:
         live = self.state()
@@ -150,6 +156,10 @@ class DataPart:
         del schema_version
         tree.taken_over(self._live, tree.join(state.values["data"], state.tensors))
 
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """The tensors at the places of the stored ones, where they have the same shape."""
+        return _with_shapes(self.state().tensors, shapes)
+
 
 class Stateful(Protocol):
     """An object with the two methods that torch made customary."""
@@ -178,6 +188,10 @@ class StatefulPart:
         del schema_version
         stored = tree.join(state.values["data"], state.tensors)
         self._live.load_state_dict(_on_devices_of(self._live.state_dict(), stored))
+
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+        """The tensors at the places of the stored ones, where they have the same shape."""
+        return _with_shapes(self.state().tensors, shapes)
 
 
 class GeneratorPart:
@@ -248,6 +262,10 @@ class Progress:
     def load(self, state: ComponentState, schema_version: int) -> None:
         del schema_version
         self.step, self.total = int(state.values["step"]), int(state.values["total"])
+
+
+def _with_shapes(live: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    return {n: live[n] for n, s in shapes.items() if n in live and tuple(live[n].shape) == s}
 
 
 def is_generator(value: object) -> bool:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import numpy as np
 
@@ -33,6 +33,25 @@ _WAY_OUT = (
     "register a dict of its plain parts, or give it state_dict() and load_state_dict(), or"
     " schema_version, state() and load()"
 )
+
+
+class PartOptions(TypedDict, total=False):
+    """What ``add`` can say of a part beyond its name.
+
+    Attributes:
+        kind: Its turn when restoring; by its type if it is left out.
+        schema_version: Raised when the meaning of the part's state changes; 1 at first.
+        exact: Whether its state must equal the stored one right after loading; it must by default.
+        legacy: Pickle it, whatever it is. Loading needs ``allow_legacy=True``; what comes back is
+            not compared.
+        per_rank: Whether every rank has a state of its own; generators have by default.
+    """
+
+    kind: Kind
+    schema_version: int
+    exact: bool
+    legacy: bool
+    per_rank: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +84,8 @@ class Parts:
         self.registry = Registry([*required], migrations=migrations)
         self._accepted = frozenset(accept_changes)
         self._torch_names: Any = None
-        self._register(PROGRESS, self.progress, "counters")
+        progress = part_of(PROGRESS, self.progress)
+        self.registry.register(PROGRESS, progress, kind="counters")
 
     def add_all(self, parts: Mapping[str, object]) -> None:
         """Register by type. Containers that hold more than plain data become nested names.
@@ -75,7 +95,8 @@ class Parts:
         """
         for name, held in parts.items():
             if isinstance(held, str) and held == ALL_GENERATORS and name == "rng":
-                self._register(name, _global_generators(), "rng")
+                part = part_of(name, _global_generators())
+                self.registry.register(name, part, kind="rng", per_rank=True)
                 continue
             inner = _nested(held)
             if inner is None:
@@ -83,17 +104,17 @@ class Parts:
             else:
                 self.add_all({f"{name}/{key}": value for key, value in inner.items()})
 
-    def add(
-        self,
-        name: str,
-        held: object,
-        *,
-        kind: Kind | None = None,
-        schema_version: int = 1,
-        exact: bool = True,
-        legacy: bool = False,
-    ) -> None:
+    def add(self, name: str, held: object, **how: Unpack[PartOptions]) -> None:
         """Register one part; see ``CheckpointEngine.add``."""
+        for option in how:
+            if option not in PartOptions.__annotations__:
+                raise ConfigError(
+                    "is not an option of add()",
+                    where=f"component {name}: {option}",
+                    rule=f"one of {', '.join(PartOptions.__annotations__)}",
+                    way_out=hint(option, PartOptions.__annotations__),
+                )
+        legacy = how.get("legacy", False)
         if any(other is held for other in self.named.values()):
             raise ConfigError(
                 "this object is registered already",
@@ -104,11 +125,13 @@ class Parts:
         component, found, converts = (
             (LegacyComponent(held, name), "values", False)
             if legacy
-            else self._component(name, held, schema_version)
+            else self._component(name, held, how.get("schema_version", 1))
         )
-        exact = exact and name not in self._accepted
+        exact = how.get("exact", True) and name not in self._accepted
         part = part_of(name, component, exact=exact, converts=converts)
-        self.registry.register(name, part, kind=kind or found, legacy=legacy)
+        kind = how.get("kind") or found
+        per_rank = how.get("per_rank", kind == "rng")
+        self.registry.register(name, part, kind=kind, legacy=legacy, per_rank=per_rank)
         self.named[name] = held
 
     def require_known(self, names: Collection[str]) -> None:
@@ -156,9 +179,6 @@ class Parts:
                 way_out=hint(name, self.named) if held is None else "correct the key",
             )
         return holder, key
-
-    def _register(self, name: str, component: Checkpointable, kind: Kind) -> None:
-        self.registry.register(name, part_of(name, component), kind=kind)
 
     def _component(
         self, name: str, held: object, schema_version: int

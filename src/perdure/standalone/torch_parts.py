@@ -99,6 +99,10 @@ class OptimizerPart:
             for group, settings in zip(self._live.param_groups, before, strict=True):
                 group.update(settings)
 
+    def live_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, torch.Tensor]:
+        """As the inner component does."""
+        return self._inner.live_tensors(shapes)
+
 
 class SchedulePart:
     """A learning-rate schedule. Its horizon and the other settings must be the stored ones.
@@ -189,7 +193,7 @@ def require_finite(named: Mapping[str, object]) -> None:
         path
         for name, held in named.items()
         for path, tensor in _parameters(name, held)
-        if tensor.is_floating_point() and bool(tensor.isnan().any())
+        if tensor.is_floating_point() and bool(tree.local(tensor).isnan().any())
     ]
     if broken:
         raise DamagedError(

@@ -18,6 +18,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from perdure.core.components import Shard
+
 _PLAIN = (str, bytes, bool, float, type(None))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _INT64 = range(-(2**63), 2**64)
@@ -148,8 +150,16 @@ def differences(stored: Any, live: Any, path: str = "") -> list[str]:
     return [] if _same(stored, live) else [f"{path} is {_short(live)} instead of {_short(stored)}"]
 
 
+def local(tensor: Any) -> Any:
+    """What this rank has of a tensor: its part of one that is spread over ranks, else all of it."""
+    if isinstance(tensor, Shard):
+        return tensor.data
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def as_bytes(tensor: Any) -> np.ndarray[Any, Any]:
     """The bytes of an array or tensor, wherever it is, as a flat uint8 array."""
+    tensor = local(tensor)
     if is_tensor(tensor):
         torch = torch_module()
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -249,7 +259,7 @@ def _below(path: str, key: object) -> str:
 
 
 def _same(stored: Any, live: Any) -> bool:
-    arrays = [isinstance(value, np.ndarray) or is_tensor(value) for value in (stored, live)]
+    arrays = [isinstance(value, np.ndarray | Shard) or is_tensor(value) for value in (stored, live)]
     if all(arrays):
         return tuple(stored.shape) == tuple(live.shape) and _equal_bytes(
             as_bytes(stored), as_bytes(live)
