@@ -254,6 +254,8 @@ def test_non_contiguous_and_sparse_tensors() -> None:
     assert torch.equal(theirs["t"], turned)
     with pytest.raises(ValueError, match="cannot be stored"):
         spec_of(torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match="device meta"):
+        spec_of(torch.zeros(2, device="meta"))
     with pytest.raises(ValueError, match="neither"):
         spec_of(3)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from standalone_loops import Script
 
 from perdure import CheckpointEngine, every
@@ -85,10 +86,15 @@ def test_a_name_that_no_file_can_have_is_refused() -> None:
     script.engine.add(f"{'x' * 200}/{'y' * 200}", {"n": 0})
 
 
-def test_a_read_only_array_could_not_be_restored() -> None:
+@pytest.mark.parametrize(
+    "fixed",
+    [np.broadcast_to(np.float32(1), (3,)), torch.zeros(1).expand(3)],
+    ids=["numpy", "torch"],
+)
+def test_what_nothing_can_be_copied_into_could_not_be_restored(fixed: Any) -> None:
     script = Script(MemoryStorage())
-    with pytest.raises(ConfigError, match=r"component fixed.*read-only"):
-        script.engine.register(fixed=np.broadcast_to(np.float32(1), (3,)))
+    with pytest.raises(ConfigError, match=r"component fixed.*read-only or expanded"):
+        script.engine.register(fixed=fixed)
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])

@@ -88,6 +88,13 @@ def test_what_is_not_plain_is_refused_with_its_place(value: Any) -> None:
         tree.split(value, {})
 
 
+def test_an_array_with_a_mask_would_come_back_without_it() -> None:
+    masked = np.ma.masked_array([1.0, 2.0], [False, True])
+    assert not tree.is_data({"a": masked})
+    with pytest.raises(ValueError, match=r"holds a numpy\.ma.*MaskedArray at a"):
+        tree.split({"a": masked}, {})
+
+
 def test_the_place_of_a_refused_part_is_named() -> None:
     with pytest.raises(ValueError, match=r"holds a builtins\.set at a/0/b"):
         tree.split({"a": [{"b": {1}}]}, {})

@@ -39,6 +39,8 @@ def spec_of(tensor: object) -> TensorSpec:
     code = _CODE_BY_DTYPE.get(tensor.dtype)
     if code is None or tensor.layout is not torch.strided:
         raise ValueError(f"a tensor of {tensor.dtype}, {tensor.layout} cannot be stored")
+    if tensor.is_meta:
+        raise ValueError("a tensor on the device meta has no elements that could be stored")
     return TensorSpec(code, tuple(tensor.shape))
 
 

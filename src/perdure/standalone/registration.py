@@ -255,7 +255,7 @@ def _kind_of_data(held: object) -> Kind:
 
 def _why(held: object) -> str:
     if tree.is_read_only(held):
-        return " that is read-only, so it cannot change in place: copy it, or put it into a dict"
+        return " that is read-only or expanded: copy it, or put it into a dict"
     if tree.is_data(held):
         return f" ({held!r}), which cannot change in place: put it into a dict"
     return ""

@@ -41,7 +41,7 @@ def is_tensor(value: object) -> bool:
 def is_data(value: object) -> bool:
     """Whether :func:`split` can take it, however deep it is."""
     if isinstance(value, (*_PLAIN, int, np.ndarray, np.generic)) or is_tensor(value):
-        return True
+        return not _is_masked(value)
     if type(value) in _MAPPINGS:
         items = cast("Mapping[Any, Any]", value).items()
         return all(is_data(key) and is_data(item) for key, item in items)
@@ -62,6 +62,8 @@ def split(value: Any, tensors: dict[str, Any], path: str = "") -> Any:
         return value if value in _INT64 else {"$int": hex(value)}
     if isinstance(value, np.generic):
         return _named("$scalar", np.asarray(value), path, tensors)
+    if _is_masked(value):
+        raise _not_data(value, path)
     if isinstance(value, np.ndarray):
         return _named("$array", cast("Any", value), path, tensors)
     if is_tensor(value):
@@ -73,8 +75,7 @@ def split(value: Any, tensors: dict[str, Any], path: str = "") -> Any:
         if type(value) is list:
             return items
         return {"$tuple": items} if type(value) is tuple else {"$deque": [value.maxlen, items]}
-    place = f" at {path}" if path else ""
-    raise ValueError(f"holds a {type(value).__module__}.{type(value).__qualname__}{place}")
+    raise _not_data(value, path)
 
 
 def join(value: Any, tensors: Mapping[str, Any]) -> Any:
@@ -226,9 +227,23 @@ def _into_array(live: Any, stored: Any, path: str) -> Any:
     )
 
 
-def is_read_only(value: object) -> bool:
-    """Whether it is an array that nothing can be copied into, as of another library's buffer."""
+def is_read_only(value: Any) -> bool:
+    """Whether nothing can be copied into it: another library's buffer, an expanded tensor."""
+    if is_tensor(value):
+        dense = value.layout is torch_module().strided
+        strides = zip(value.stride(), value.shape, strict=True) if dense else ()
+        return any(not stride and size > 1 for stride, size in strides)
     return isinstance(value, np.ndarray) and not value.flags.writeable
+
+
+def _not_data(value: object, path: str) -> ValueError:
+    place = f" at {path}" if path else ""
+    return ValueError(f"holds a {type(value).__module__}.{type(value).__qualname__}{place}")
+
+
+def _is_masked(value: object) -> bool:
+    """Whether it is an array with a mask, which no file would hold."""
+    return isinstance(value, np.ma.MaskedArray)
 
 
 def _into_mapping(live: dict[Any, Any], stored: dict[Any, Any], path: str) -> dict[Any, Any]:
