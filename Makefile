@@ -43,6 +43,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/tier.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ckpt_cases import names, perdure, script
 from drill_tools import RECIPE
 
 from perdure import keep
+from perdure.checkpoint import ReplayRing
 from perdure.config import load_config
 from perdure.core.errors import ConfigError
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
@@ -85,3 +87,20 @@ def test_the_command_line_says_why_and_collects_by_the_rules(tmp_path: Path) -> 
     )
     assert perdure("ckpt", "gc", run, "--drop-archived")[0] == 0
     assert names(run) == ["step-00000007-1"]
+
+
+def test_a_checkpoint_is_shown_with_the_segments_it_shares(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ring = ReplayRing(8, {"x": ("f4", ())})
+    script(
+        run,
+        steps=2,
+        each=lambda step: ring.append({"x": np.full(4, step, np.float32)}),
+        replay=ring,
+    )
+    out = perdure("ckpt", "show", run)[1]
+    shared = json.loads(perdure("ckpt", "show", run, "--json")[1])["segments"]["replay"]
+    assert f"segments of replay: {len(shared)}, 8 rows" in out
+    for one in shared:
+        assert f"{one['path']} " in out
+        assert one["xxh3_128"] in out

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ckpt_cases import names, perdure, script
 
+from perdure import CheckpointEngine, every
 from perdure.cli import doctor
 from perdure.core.clock import SystemClock
 from perdure.storage import bulk, probe
@@ -137,11 +139,26 @@ def test_doctor_knows_what_the_run_needs(tmp_path: Path, monkeypatch: pytest.Mon
     report = json.loads(perdure("doctor", tmp_path / "run", "--json")[1])
     texts = {finding["name"]: finding["text"] for finding in report["findings"]}
     assert report["ok"] is True
-    assert f"0.01 GiB for staging (as in {names(tmp_path / 'run')[-1]})" in texts["memory"]
+    directory = names(tmp_path / "run")[-1]
+    assert f"0.01 GiB for staging (two arenas, as in {directory})" in texts["memory"]
     assert "for 3 checkpoints" in texts["space"]
     assert "torch" in texts["versions"]
     assert "cores" in texts["threads"]
     assert "obstore" in texts["extras"]
+
+
+def test_doctor_counts_one_arena_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "WRITE_BYTES", 1 << 20)
+    out = perdure("doctor", tmp_path, "--state-gib", "0.5", "--arenas", "1")[1]
+    assert "0.50 GiB for staging (one arena)" in out
+    engine = CheckpointEngine(tmp_path / "run", save=every(steps=1), arenas=1)
+    engine.register(model=np.zeros(1 << 26, np.uint8))
+    for _ in engine.steps(1):
+        pass
+    texts = perdure("doctor", tmp_path / "run")[1]
+    assert f"0.06 GiB for staging (one arena, as in {names(tmp_path / 'run')[-1]})" in texts
 
 
 def test_doctor_refuses_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def show_checkpoint(
     ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what a checkpoint holds: clocks, lineage, components, files."""
+    """Show what a checkpoint holds: clocks, lineage, components, files, segments."""
     storage = open_run(run)
     records = checkpoints.committed_checkpoints(storage)
     record = find_checkpoint(records, checkpoint, run) if checkpoint else newest(records, run)
@@ -122,6 +122,11 @@ def show_checkpoint(
         typer.echo(f"  {name:<24} {entry.kind} (schema {entry.schema_version}){tensors}")
     for path, file in manifest.files.items():
         typer.echo(f"  {path:<36} {file.bytes:>12,}  {file.checksum}")
+    for name, stored in manifest.segments.items():
+        rows = sum(one.rows for one in stored)
+        typer.echo(f"segments of {name}: {len(stored)}, {rows:,} rows, shared with others")
+        for one in stored:
+            typer.echo(f"  {one.path:<36} {one.bytes:>12,}  {one.checksum}")
 
 
 def _digests(storage: Storage, report: VerifyReport) -> dict[str, str]:

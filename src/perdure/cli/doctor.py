@@ -44,6 +44,10 @@ def doctor(
             help="Size of a checkpoint; for Adam in float32, 12 bytes a parameter.",
         ),
     ] = None,
+    arenas: Annotated[
+        int,
+        typer.Option("--arenas", min=1, max=2, metavar="N", help="As checkpoint.arenas will be."),
+    ] = 2,
     keep: Annotated[
         int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that will be kept.")
     ] = KEEP,
@@ -59,7 +63,7 @@ def doctor(
 
     there = _nearest(directory)
     findings = probe_directory(there, clock=SystemClock(), write_bytes=WRITE_BYTES)
-    findings += _needs(directory, there, state_gib=state_gib, keep=keep)
+    findings += _needs(directory, there, state_gib=state_gib, arenas=arenas, keep=keep)
     findings += _machine()
     failed = [finding for finding in findings if finding.grade == "failed"]
     if json:
@@ -88,7 +92,7 @@ def _nearest(directory: Path) -> Path:
 
 
 def _needs(
-    directory: Path, there: Path, *, state_gib: float | None, keep: int
+    directory: Path, there: Path, *, state_gib: float | None, arenas: int, keep: int
 ) -> Iterator[Finding]:
     """Free space and memory, beside what saving will take of them."""
     from perdure.storage.probe import Finding
@@ -98,10 +102,10 @@ def _needs(
     manifest = None if state_gib is not None else _newest_manifest(directory)
     if manifest is not None:
         on_disk, staged = manifest.bytes, manifest.arenas * manifest.arena_bytes
-        of = f"as in {manifest.name.directory}"
+        of = f"{_arenas(manifest.arenas)}, as in {manifest.name.directory}"
     elif state_gib is not None:
         on_disk = int(state_gib * _GIB)
-        staged, of = 2 * on_disk, "two arenas"
+        staged, of = arenas * on_disk, _arenas(arenas)
     else:
         yield Finding("space", "ok", f"{free / _GIB:.1f} GiB free")
         yield Finding("memory", "ok", f"{memory.available / _GIB:.1f} GiB available")
@@ -116,6 +120,10 @@ def _needs(
     )
     grade = "ok" if staged <= memory.available else "warning"
     yield Finding("memory", "failed" if staged > memory.total else grade, text)
+
+
+def _arenas(count: int) -> str:
+    return "one arena" if count == 1 else "two arenas"
 
 
 def _newest_manifest(directory: Path) -> Manifest | None:
