@@ -39,7 +39,7 @@ from perdure.core.rollout_api import GenerationRequest, SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.publish import InProcessTransport, Publication
 from perdure.rollout import EnginePool
-from perdure.runtime.sessions import trajectory_from_chunks
+from perdure.runtime.trajectory_builder import trajectory_from_chunks
 from perdure.storage import PosixStorage
 from perdure.tasks.config import make_task
 from perdure.trainers import launch

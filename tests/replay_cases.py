@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from perdure.checkpoint import (
 from perdure.core.clock import ManualClock
 from perdure.core.faults import NoFaults
 from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
+from perdure.core.inline_executor import InlineExecutor
 from perdure.core.records import Checkpointed, Collect
 from perdure.core.storage_api import Storage
 
@@ -46,18 +47,6 @@ def values_of(ring: ReplayRing) -> list[int]:
             np.testing.assert_array_equal(block[name], expected)
         found += block["value"].tolist()
     return found
-
-
-class InlineExecutor(Executor):
-    """Runs at once, so that a lost power strikes at a known operation."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - an executor hands everything to the future
-            future.set_exception(error)
-        return future
 
 
 class DiskLedger:

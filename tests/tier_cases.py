@@ -10,7 +10,7 @@ from typing import Any
 import experience_records as make
 import numpy as np
 from obstore.store import MemoryStore
-from replay_cases import InlineExecutor, rows, small_ring, values_of
+from replay_cases import rows, small_ring, values_of
 
 from perdure.checkpoint import (
     ArraysComponent,
@@ -40,6 +40,7 @@ from perdure.core.clock import Clock, ManualClock
 from perdure.core.events import format_event, ignore_events
 from perdure.core.faults import NoFaults
 from perdure.core.ids import CheckpointName, GroupId, LogPosition
+from perdure.core.inline_executor import InlineExecutor
 from perdure.core.record_types import GroupOutcome
 from perdure.core.records import Checkpointed, Collect
 from perdure.core.storage_api import Storage

@@ -27,6 +27,7 @@ from perdure.core.errors import (
 )
 from perdure.core.events import ignore_events
 from perdure.experience import ExperienceState, read_experience
+from perdure.runtime.views import last_step_shown
 from perdure.storage import PosixStorage
 from perdure.trainers.sanity import check_curve
 
@@ -73,7 +74,7 @@ def view(run: Path) -> View:
     storage = PosixStorage(run)
     state, report = read_experience(storage)
     state.check()
-    check_curve(state, run, events=ignore_events)
+    check_curve(state, lambda: last_step_shown(run), events=ignore_events)
     choice = choose(storage, state.checkpoints, events=ignore_events)
     cut = sum(tail.size for tail in report.tails)
     return View(history(state), choice.directory, cut, len(choice.skipped))

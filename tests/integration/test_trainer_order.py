@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from drill_tools import RECIPE
 
 from perdure.config import load_config
@@ -34,6 +35,17 @@ def test_a_step_ends_in_the_promised_order(tmp_path: Path) -> None:
     launch.train(config, tmp_path / "run", injected=Injected(faults=plan))
     # Checkpoints and validation are due before training and after every second step.
     assert "".join(trace) == "CPE" + ("stutuDP" + "stutuDCPE") * 3
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_an_asynchronous_step_ends_in_the_same_order(tmp_path: Path, mode: str) -> None:
+    plan = FaultPlan()
+    trace: list[str] = []
+    plan.observers.append(lambda point: trace.append(LETTERS.get(point, "")))
+    config = load_config(RunConfig, RECIPE, ["learner.supervised.steps=0", f"mode={mode}"])
+    launch.train(config, tmp_path / "run", injected=Injected(faults=plan))
+    # One batch runs ahead, so nothing is left to submit in the last step.
+    assert "".join(trace) == "CPE" + "stutuDPstutuDCPE" * 2 + "stutuDPtutuDCPE"
 
 
 def test_versions_count_publications_and_clocks_stay_apart(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -28,22 +28,11 @@ from perdure.core.faults import (
     NoFaults,
 )
 from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
+from perdure.core.inline_executor import InlineExecutor
 from perdure.core.records import Checkpointed, Collect
 from perdure.storage import CrashMode, MemoryStorage, PowerLost
 
 SAVES = 3
-
-
-class InlineExecutor(Executor):
-    """Runs at once, so that a lost power strikes at a known operation."""
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - an executor hands everything to the future
-            future.set_exception(error)
-        return future
 
 
 class DiskLedger:

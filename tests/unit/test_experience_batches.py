@@ -13,6 +13,7 @@ import pytest
 
 from perdure.core.clock import ManualClock, SystemClock
 from perdure.core.errors import LifecycleError, TrainingError
+from perdure.core.events import ignore_events
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome, StopReason
@@ -29,7 +30,8 @@ from perdure.experience import (
     create_run,
     read_experience,
 )
-from perdure.runtime.sessions import SessionRunner
+from perdure.runtime.parts import RuntimeParts
+from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.storage.memory import MemoryStorage
 from perdure.tasks.api import Prompt, RewardResult
 
@@ -229,14 +231,9 @@ class _Task:
 
 
 def _runner(store: ExperienceStore, engine: _Engine) -> SessionRunner:
-    return SessionRunner(
-        engine,  # type: ignore[arg-type]
-        store=store,
-        task=_Task(),  # type: ignore[arg-type]
-        sampling=SamplingParams(max_new_tokens=3),
-        seed=1,
-        faults=NoFaults(),
-    )
+    parts = RuntimeParts(store, _Task(), ManualClock(), NoFaults(), ignore_events)  # type: ignore[arg-type]
+    rules = SessionRules(SamplingParams(max_new_tokens=3), seed=1)
+    return SessionRunner(engine, parts=parts, rules=rules)  # type: ignore[arg-type]
 
 
 def test_the_runner_logs_every_session_and_settles_every_group(store: ExperienceStore) -> None:

@@ -113,7 +113,11 @@ class TrainingError(PerdureError):
     exit_code = 12
 
 
-class EngineLostError(PerdureError):
+class InfrastructureError(TrainingError):
+    """An engine, a tool or a connection failed: the same work may succeed when it is repeated."""
+
+
+class EngineLostError(InfrastructureError):
     """A rollout engine is gone or silent, or none serves: infrastructure, worth another try."""
 
     exit_code = 13

@@ -35,6 +35,8 @@ FIELDS = MappingProxyType(
         "warm_start_step": ("step",),
         "warm_start": ("step", "loss", "seconds"),
         "step": ("global_step", "reward", "seconds"),
+        "engine_quarantined": ("engine", "reason"),
+        "session_retried": ("session", "reason"),
         "published": ("version", "digest", "seconds"),
         "engine_lost": ("engine", "reason"),
         "engine_replaced": ("engine", "seconds"),

@@ -378,6 +378,24 @@ class ExperienceStore:
         with self._lock:
             return dict(self.state.table.unfinished(session).results)
 
+    def open_group(self, group: GroupId) -> OpenGroup:
+        """A group that is not terminal.
+
+        Raises:
+            LifecycleError: It is, or was never submitted.
+        """
+        with self._lock:
+            live = self.state.groups.get(group)
+            if live is None or live.state not in OPEN:
+                state = self.state.table.state_of(group)
+                raise LifecycleError(
+                    f"it was to be run while {state.value}",
+                    where=f"group {group}",
+                    rule="only groups that are pending or running are run",
+                    way_out="run `perdure audit` on the run and report what it finds",
+                )
+            return OpenGroup(live.submitted, live.missing)
+
     def rewarded_group(self, group: GroupId) -> RewardedGroup:
         """Trajectories and rewards of a finished group, in session order.
 

@@ -10,7 +10,7 @@ from perdure.core.errors import PerdureError
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
 from perdure.core.trajectories import Trajectory
-from perdure.runtime.sessions import trajectory_from_chunks
+from perdure.runtime.trajectory_builder import trajectory_from_chunks
 from perdure.tasks.api import Prompt
 
 

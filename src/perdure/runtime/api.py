@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
-from perdure.core.ids import PolicyVersion, UpdateId
+from perdure.core.ids import PolicyVersion, SessionId, UpdateId
 from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
 from perdure.learner.api import LocalUpdateResult
 from perdure.tasks.api import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSession:
+    """A session in progress, for whoever asks why nothing moves.
+
+    Attributes:
+        tokens: How many it has so far.
+        running_s: Seconds since it was started.
+        silent_s: Seconds since its last token.
+        doing: What it waits for, e.g. ``engine-0``.
+    """
+
+    session: SessionId
+    tokens: int
+    running_s: float
+    silent_s: float
+    doing: str
 
 
 class Runtime(Protocol):
@@ -23,6 +43,38 @@ class Runtime(Protocol):
         """Run all missing sessions and settle the groups in the experience log."""
         ...
 
+    def background_rollout(self) -> AbstractAsyncContextManager[None]:
+        """Run open groups in the background while the body runs, oldest first.
+
+        A failure of the rollout cancels the body and is raised. On leaving, sessions that have not
+        ended are cut short; what they have generated stays for the next incarnation.
+        """
+        ...
+
+    def groups_submitted(self) -> None:
+        """Tell the background that there are new groups."""
+        ...
+
+    async def wait_for_settled(self, *, beyond: int, timeout_s: float) -> int:
+        """Wait until more than ``beyond`` groups were settled since the start; returns how many.
+
+        Returns early, with the count as it is, when ``timeout_s`` have passed.
+        """
+        ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that sessions in the background have received so far."""
+        ...
+
+    def running_sessions(self) -> list[RunningSession]:
+        """Sessions in progress, the one started first in front."""
+        ...
+
+    async def interrupt_rollout(self) -> None:
+        """End every request; sessions keep what they have and go on after a publication."""
+        ...
+
     async def answer(
         self, prompts: Sequence[Prompt], *, sampling: SamplingParams
     ) -> list[Trajectory]:
@@ -30,7 +82,7 @@ class Runtime(Protocol):
         ...
 
     async def sleep_rollout(self) -> None:
-        """Free the engines' weights and KV memory; no request may be live."""
+        """Free the engines' weights and KV memory; no request may be running."""
         ...
 
     async def wake_rollout(self) -> None:

@@ -28,10 +28,16 @@ class LogLedger:
         self._store = store
 
     def commit(self, record: Checkpointed) -> Future[LogPosition]:
-        return self._started().commit(record)
+        store = self._started()
+        future = store.commit(record)
+        store.urge()
+        return future
 
     def collect(self, record: Collect) -> Future[LogPosition]:
-        return self._started().collect(record)
+        store = self._started()
+        future = store.collect(record)
+        store.urge()
+        return future
 
     def committed(self) -> Sequence[Checkpointed]:
         """Committed and not collected, oldest first."""

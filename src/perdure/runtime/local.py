@@ -1,69 +1,117 @@
-"""The ``local`` runtime: one process, the embedded engine and a learner of one rank."""
+"""The ``local`` runtime: one machine, a pool of engines and a learner of one rank."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
+from perdure.core.events import EventSink
 from perdure.core.ids import PolicyVersion, UpdateId
-from perdure.core.rollout_api import RolloutEngine, SamplingParams
+from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
 from perdure.learner.api import Learner, LocalUpdateResult
-from perdure.publish import InProcessTransport, Publication
+from perdure.publish import Publication
 from perdure.rollout import EnginePool
 from perdure.runtime.answers import answer, one_error
-from perdure.runtime.sessions import SessionRunner
+from perdure.runtime.api import RunningSession
+from perdure.runtime.dispatcher import Dispatcher
 from perdure.tasks.api import Prompt
+
+T = TypeVar("T")
 
 
 class LocalRuntime:
-    """Rollout engine and learner share this process and its devices."""
+    """A pool of engines and a learner on one machine.
+
+    Args:
+        pool: The engines.
+        publication: Brings weights to them.
+        dispatcher: Runs groups in the background, on the pool.
+        learner: Trains the policy.
+        learner_thread: Where the learner works, so that sessions go on meanwhile; None: in the
+            event loop's thread, which then stands still.
+    """
 
     def __init__(
-        self, *, engine: RolloutEngine, learner: Learner, sessions: SessionRunner, seed: int
+        self,
+        *,
+        pool: EnginePool,
+        publication: Publication,
+        dispatcher: Dispatcher,
+        learner: Learner,
+        learner_thread: Executor | None,
+        events: EventSink,
     ) -> None:
-        self._engine = engine
+        self._pool = pool
+        self._publication = publication
+        self._events = events
         self._learner = learner
-        self._sessions = sessions
-        self._publication = Publication(EnginePool({"engine": engine}), InProcessTransport())
-        self._seed = seed
+        self._dispatcher = dispatcher
+        self._sessions = dispatcher.sessions
+        self._learner_thread = learner_thread
         self._asleep = False
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         with one_error():
             await self._sessions.run_groups(groups)
 
+    @asynccontextmanager
+    async def background_rollout(self) -> AsyncGenerator[None]:
+        with one_error():
+            async with self._dispatcher.running():
+                yield
+
+    def groups_submitted(self) -> None:
+        self._dispatcher.notify()
+
+    async def wait_for_settled(self, *, beyond: int, timeout_s: float) -> int:
+        return await self._dispatcher.wait_for_settled(beyond=beyond, timeout_s=timeout_s)
+
+    @property
+    def generated_tokens(self) -> int:
+        return self._sessions.generated_tokens
+
+    def running_sessions(self) -> list[RunningSession]:
+        return self._sessions.running()
+
+    async def interrupt_rollout(self) -> None:
+        await self._pool.interrupt()
+
     async def answer(
         self, prompts: Sequence[Prompt], *, sampling: SamplingParams
     ) -> list[Trajectory]:
-        return await answer(self._engine, prompts, sampling=sampling, seed=self._seed)
+        return await answer(self._pool, prompts, sampling=sampling, seed=self._sessions.rules.seed)
 
     async def sleep_rollout(self) -> None:
         if not self._asleep:
-            await self._engine.sleep()
+            await self._pool.sleep()
             self._asleep = True
 
     async def wake_rollout(self) -> None:
         if self._asleep:
-            await self._engine.wake()
+            await self._pool.wake()
             self._asleep = False
 
     async def publish(self, version: PolicyVersion) -> str:
         digest = self._learner.policy_digest()
         weights = self._learner.policy_weights()
-        await self._publication.publish(version, weights=weights, digest=digest)
+        done = await self._publication.publish(version, weights=weights, digest=digest)
+        for engine, reason in done.missing.items():
+            self._events("engine_quarantined", {"engine": engine, "reason": reason})
+        await self._pool.resume()
         return digest
 
     async def supervised_step(
         self, step: int, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     ) -> dict[str, float]:
-        metrics = self._learner.supervised_step(step, examples)
-        await asyncio.sleep(0)
-        return metrics
+        return await self._on_learner(lambda: self._learner.supervised_step(step, examples))
 
     async def begin_training(self) -> None:
-        self._learner.begin_training()
+        await self._on_learner(self._learner.begin_training)
 
     async def local_update(
         self,
@@ -72,9 +120,9 @@ class LocalRuntime:
         *,
         version: PolicyVersion | None,
     ) -> LocalUpdateResult:
-        result = self._learner.local_update(update, groups, version=version)
-        await asyncio.sleep(0)
-        return result
+        return await self._on_learner(
+            lambda: self._learner.local_update(update, groups, version=version)
+        )
 
     async def state_digest(self) -> str:
         return self._learner.state_digest()
@@ -88,3 +136,10 @@ class LocalRuntime:
     @property
     def optimizer_step(self) -> int:
         return self._learner.optimizer_step
+
+    async def _on_learner(self, work: Callable[[], T]) -> T:
+        if self._learner_thread is None:
+            result = work()
+            await asyncio.sleep(0)
+            return result
+        return await asyncio.get_running_loop().run_in_executor(self._learner_thread, work)

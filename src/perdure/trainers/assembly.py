@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,20 +12,19 @@ from typing import Protocol
 from perdure.checkpoint import Registry
 from perdure.checkpoint.registry import Kind
 from perdure.checkpoint.torch_components import RngComponent
-from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError
-from perdure.core.events import EventSink
-from perdure.core.faults import FaultHook
 from perdure.core.rollout_api import SamplingParams
-from perdure.experience import ExperienceStore
 from perdure.learner.api import Learner
 from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.learner.witness import Truncation
 from perdure.models import ModelConfig, Transformer, init_weights
-from perdure.rollout import EmbeddedEngine, EngineOptions
+from perdure.publish import InProcessTransport, Publication
+from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool
 from perdure.runtime.api import Runtime
+from perdure.runtime.dispatcher import Dispatcher
 from perdure.runtime.local import LocalRuntime
-from perdure.runtime.sessions import SessionRunner
+from perdure.runtime.parts import RuntimeParts
+from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.tasks.api import Task
 from perdure.trainers.config import RunConfig
 from perdure.trainers.progress import Progress
@@ -41,18 +41,6 @@ LEARNER_KINDS: dict[str, Kind] = {
     "counters": "counters",
 }
 """Kind of each component of the learner: its folder in a checkpoint and its turn in a restore."""
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeParts:
-    """What the runtime of one incarnation stands on, beside its machines."""
-
-    config: RunConfig
-    task: Task
-    store: ExperienceStore
-    clock: Clock
-    faults: FaultHook
-    events: EventSink
 
 
 class Machinery(Protocol):
@@ -74,26 +62,35 @@ MachineryFactory = Callable[[RunConfig, Task], Machinery]
 
 @dataclass(frozen=True, slots=True)
 class LocalMachinery:
-    """Learner and engine in this process."""
+    """Learner and engine on this machine.
+
+    Attributes:
+        learner_thread: Where the learner of an asynchronous mode works.
+    """
 
     learner: LocalLearner
     engine: EmbeddedEngine
+    pool: EnginePool
+    rules: SessionRules
+    learner_thread: ThreadPoolExecutor | None
 
     def runtime(self, parts: RuntimeParts) -> LocalRuntime:
-        sessions = SessionRunner(
-            self.engine,
-            store=parts.store,
-            task=parts.task,
-            sampling=training_sampling(parts.config, parts.task),
-            seed=parts.config.seed,
-            faults=parts.faults,
-        )
+        sessions = SessionRunner(self.pool, parts=parts, rules=self.rules)
         return LocalRuntime(
-            engine=self.engine, learner=self.learner, sessions=sessions, seed=parts.config.seed
+            pool=self.pool,
+            publication=Publication(
+                self.pool, InProcessTransport(), incarnation=parts.store.incarnation
+            ),
+            dispatcher=Dispatcher(sessions, max_sessions=2 * self.pool.capabilities.slots),
+            learner=self.learner,
+            learner_thread=self.learner_thread,
+            events=parts.events,
         )
 
     async def close(self) -> None:
-        await self.engine.close()
+        await self.pool.close()
+        if self.learner_thread is not None:
+            self.learner_thread.shutdown()
 
 
 def build_machinery(config: RunConfig, task: Task) -> LocalMachinery:
@@ -136,7 +133,11 @@ def _build(config: RunConfig, task: Task) -> LocalMachinery:
         deterministic=config.deterministic,
     )
     learner = LocalLearner(model, config=config.learner, setup=setup)
-    return LocalMachinery(learner, EmbeddedEngine(shape, engine_options(config, task)))
+    engine = EmbeddedEngine(shape, engine_options(config, task))
+    thread = None if config.mode == "sync" else ThreadPoolExecutor(1, thread_name_prefix="learner")
+    return LocalMachinery(
+        learner, engine, EnginePool({"embedded": engine}), session_rules(config, task), thread
+    )
 
 
 def model_shape(config: RunConfig, task: Task) -> ModelConfig:
@@ -169,13 +170,14 @@ def register_components(machinery: Machinery, progress: Progress) -> Registry:
     return registry
 
 
-def training_sampling(config: RunConfig, task: Task) -> SamplingParams:
-    """How sessions of training draw their tokens."""
+def session_rules(config: RunConfig, task: Task) -> SessionRules:
+    """How sessions of training draw their tokens, and how often they are tried."""
     rollout = config.rollout
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=rollout.temperature,
         top_k=rollout.top_k,
         top_p=rollout.top_p,
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=(task.tokenizer.eos_id,),
     )
+    return SessionRules(sampling, config.seed, retries=rollout.session_retries)

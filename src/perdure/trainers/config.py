@@ -74,6 +74,8 @@ class RolloutConfig(Section):
     """Draw from the smallest set of tokens whose probability reaches p; 1 draws from all."""
     slots: Annotated[int, Field(ge=1)] = 128
     """Requests the embedded engine decodes at once."""
+    session_retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
+    """How often a session is run again whose engine, tool or connection failed."""
 
     @property
     def is_truncated(self) -> bool:
@@ -101,6 +103,38 @@ class TrainerConfig(Section):
                 f"must be a multiple of local_updates_per_step ({self.local_updates_per_step})",
                 f"set train_batch_size={_next_multiple(self)}",
                 reads=("local_updates_per_step",),
+            )
+
+
+class SamplerConfig(Section):
+    """Which groups the asynchronous modes train on; ``sync`` is on-policy and has no limits."""
+
+    num_warmup_batches: Annotated[int, Field(ge=0)] = 1
+    """Batches of prompts submitted ahead of the one that is trained."""
+    age_policy: Literal["drop", "wait"] = "drop"
+    """Old prompts: drop finished groups above ``max_prompt_age`` and submit a new prompt for each,
+    or wait with sampling until no group in progress has reached it."""
+    max_prompt_age: Annotated[int, Field(ge=1)] = 8
+    """In global steps; a prompt is 1 step old in the step of its submission."""
+    max_version_span: Annotated[int | None, Field(ge=1)] = None
+    """Most policy versions that may have generated one session; null does not limit them."""
+    max_version_lag: Annotated[int | None, Field(ge=0)] = None
+    """Most publications since the newest token of a session; null does not limit them."""
+    dynamic_filter: bool = False
+    """Replace finished groups whose rewards are all equal (DAPO); in every mode."""
+    stall_warning_s: Annotated[float, Field(gt=0), OPERATIONAL] = 60.0
+    """Seconds without a token or a settled group before the culprit is named."""
+    stall_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 1800.0
+    """Seconds after which the run gives up instead; a resume goes on from there."""
+
+    def problems(self) -> Iterable[Problem]:
+        if self.stall_timeout_s < self.stall_warning_s:
+            yield Problem(
+                "stall_timeout_s",
+                f"{self.stall_timeout_s:g}",
+                f"must not be below stall_warning_s ({self.stall_warning_s:g})",
+                f"set stall_timeout_s={self.stall_warning_s:g} or more",
+                reads=("stall_warning_s",),
             )
 
 
@@ -136,8 +170,9 @@ class RunConfig(Section):
 
     seed: Annotated[int, Field(ge=0)] = 1
     """Initial weights, order of the data and every draw follow from it."""
-    mode: Literal["sync"] = "sync"
-    """Trainer mode."""
+    mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
+    """Trainer mode: generate a batch, then train it; or generate ahead on the same devices; or on
+    devices of their own."""
     runtime: Literal["local"] = "local"
     """What it runs on: one process on this machine."""
     deterministic: bool = False
@@ -150,6 +185,7 @@ class RunConfig(Section):
     learner: LearnerConfig = LearnerConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
+    sampler: SamplerConfig = SamplerConfig()
     validation: ValidationConfig = ValidationConfig()
     checkpoint: Annotated[CheckpointConfig, OPERATIONAL] = CheckpointConfig()
     log: Annotated[LogConfig, OPERATIONAL] = LogConfig()

@@ -15,8 +15,7 @@ from perdure.core.trajectories import RewardedGroup
 from perdure.experience import ExperienceStore, RunInfo
 from perdure.learner.api import LocalUpdateResult
 from perdure.runtime.api import Runtime
-from perdure.runtime.curves import CurveFile
-from perdure.runtime.metrics_files import MetricsFiles
+from perdure.runtime.views import CurveView, MetricsView
 from perdure.tasks.api import Prompt, Task
 from perdure.trainers.config import RunConfig
 from perdure.trainers.mismatch_watch import MismatchWatch
@@ -36,8 +35,8 @@ class TrainContext:
     store: ExperienceStore
     runtime: Runtime
     checkpoints: Checkpointer
-    metrics: MetricsFiles
-    curve: CurveFile
+    metrics: MetricsView
+    curve: CurveView
     clock: Clock
     faults: FaultHook
     events: EventSink

@@ -30,7 +30,7 @@ from perdure.storage import PosixStorage
 from perdure.storage.refusals import before_the_run
 from perdure.tasks.api import Task, require_same_data
 from perdure.tasks.config import make_task
-from perdure.trainers import sync
+from perdure.trainers import colocate_async, separate_async, sync
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.environment import fix_arithmetic, machine_description
@@ -45,7 +45,11 @@ LOG_PARTS = (INCARNATION_DIR, SEAL_DIR, LOG_DIR)
 CREATE_LOCK = "create.lock"
 _HALF_CREATED = (*LOG_PARTS, CHECKPOINTS, QUARANTINE, CONFIG_FILE, CREATE_LOCK, "lost+found")
 """What a directory may hold before there is a run in it, judged by what lies below."""
-MODES: dict[str, Callable[[TrainContext], Awaitable[None]]] = {"sync": sync.run}
+MODES: dict[str, Callable[[TrainContext], Awaitable[None]]] = {
+    "sync": sync.run,
+    "colocate_async": colocate_async.run,
+    "separate_async": separate_async.run,
+}
 """Trainer mode → its loop."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from asyncio import CancelledError
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from perdure.checkpoint import Checkpointer, Choice
@@ -22,23 +22,24 @@ from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
 from perdure.core.ids import GlobalStep, GroupId
+from perdure.core.inline_executor import InlineExecutor
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import ControlRecord, Evicted, GroupSettled
 from perdure.core.storage_api import Storage
 from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
 from perdure.experience.claims import INCARNATION_DIR
 from perdure.experience.seals import SEAL_DIR
-from perdure.runtime.curves import CurveFile
 from perdure.runtime.ledger import LogLedger
 from perdure.runtime.log_reach import check_log_reaches_checkpoints
-from perdure.runtime.metrics_files import METRICS_DIR, EventsFile, MetricsFiles
+from perdure.runtime.metrics_files import METRICS_DIR
+from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.remote import Remote
+from perdure.runtime.views import Views, ViewsFactory, file_views
 from perdure.tasks.api import Task
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.assembly import (
     Machinery,
     MachineryFactory,
-    RuntimeParts,
     build_machinery,
     register_components,
 )
@@ -74,6 +75,8 @@ class Launch:
         stop: Asks it to end before the training is over.
         machinery: Builds learner and engines.
         objects: Remote tier in place of the one that the recipe names.
+        views: Opens what people see.
+        threads: Log and checkpoints are written by threads of their own; False: by the caller's.
     """
 
     run_dir: Path
@@ -88,6 +91,8 @@ class Launch:
     stop: StopRequest = field(default_factory=StopRequest)
     machinery: MachineryFactory = build_machinery
     objects: ObjectStore | None = None
+    views: ViewsFactory = file_views
+    threads: bool = True
 
 
 @asynccontextmanager
@@ -100,12 +105,13 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
         RedoDivergedError: Deterministic mode and a redone step differs from its record.
     """
     async with AsyncExitStack() as stack:
-        file = EventsFile(launch.run_dir, clock=launch.clock)
-        stack.callback(file.close)
+        opened = stack.enter_context(launch.views(launch.run_dir, launch.storage, launch.clock))
 
         def events(name: str, fields: dict[str, object]) -> None:
-            file(name, fields)
+            opened.events(name, fields)
             launch.events(name, fields)
+
+        views = replace(opened, events=events)
 
         warn_of_memory(launch.config, launch.task, events)
         check_log_reaches_checkpoints(launch.storage)
@@ -115,7 +121,7 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             faults=launch.faults,
             events=events,
             take_over=launch.take_over,
-            options=LogOptions(**launch.config.log.model_dump()),
+            options=LogOptions(**launch.config.log.model_dump(), threaded=launch.threads),
         )
         stack.callback(claimed.release)
         remote = remote_of(
@@ -130,7 +136,7 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             stack.callback(remote.close)
         machinery = launch.machinery(launch.config, launch.task)
         stack.push_async_callback(machinery.close)
-        ctx = _open(launch, claimed, machinery=machinery, events=events, stack=stack, remote=remote)
+        ctx = _open(launch, claimed, machinery=machinery, views=views, stack=stack, remote=remote)
         _announce_start(ctx, launch)
         try:
             await _advance(ctx)
@@ -148,12 +154,12 @@ def _open(
     claimed: ClaimedRun,
     *,
     machinery: Machinery,
-    events: EventSink,
+    views: Views,
     stack: AsyncExitStack,
     remote: Remote | None,
 ) -> TrainContext:
     """Restore, announce the incarnation in the log, and put the context together."""
-    progress = Progress()
+    progress, events = Progress(), views.events
     ledger = LogLedger(claimed.state)
     checkpoints = Checkpointer(
         launch.storage,
@@ -163,6 +169,7 @@ def _open(
         faults=launch.faults,
         events=events,
         options=checkpoint_options(launch.config.checkpoint),
+        executor=None if launch.threads else InlineExecutor(),
     )
     choice = _restore(claimed, checkpoints)
     if choice is not None and not launch.redo:
@@ -170,7 +177,7 @@ def _open(
     check_restored(
         progress, last_step=claimed.state.last_step, weights=machinery.learner.policy_weights()
     )
-    check_curve(claimed.state, launch.run_dir, events=events)
+    check_curve(claimed.state, views.last_step_shown, events=events)
     digest = config_digest(launch.config)
     store = _start(launch, claimed, choice=choice, progress=progress, digest=digest)
 
@@ -187,11 +194,8 @@ def _open(
     checkpoints.sweep(store.state.collected)
     for path in ATOMIC_WRITES_GO_TO:
         launch.storage.collect_temporaries(path)
-    metrics = stack.enter_context(
-        MetricsFiles(launch.run_dir, storage=launch.storage, clock=launch.clock)
-    )
-    metrics.rebuild(steps=store.state.curve(), evaluations=store.state.evaluated.values())
-    parts = RuntimeParts(launch.config, launch.task, store, launch.clock, launch.faults, events)
+    views.metrics.rebuild(steps=store.state.curve(), evaluations=store.state.evaluated.values())
+    parts = RuntimeParts(store, launch.task, launch.clock, launch.faults, events)
     return TrainContext(
         config=launch.config,
         config_digest=digest,
@@ -200,8 +204,8 @@ def _open(
         store=store,
         runtime=machinery.runtime(parts),
         checkpoints=checkpoints,
-        metrics=metrics,
-        curve=CurveFile(launch.run_dir, clock=launch.clock),
+        metrics=views.metrics,
+        curve=views.curve,
         clock=launch.clock,
         faults=launch.faults,
         events=events,
@@ -273,10 +277,13 @@ async def _advance(ctx: TrainContext) -> None:
     await warm_start(ctx)
     if ctx.progress.global_step == 0:
         stage_checkpoint_if_due(ctx, GlobalStep(0))
-    await redo(ctx)
-    if ctx.progress.local_updates == 0:
-        await _drop_abandoned(ctx)
+
+    async def complete() -> None:
+        if ctx.config.mode == "sync":
+            await _drop_abandoned(ctx)
         await complete_step(ctx, GlobalStep(ctx.progress.global_step))
+
+    await redo(ctx, at_frontier=complete)
 
 
 async def _set_poison_aside(ctx: TrainContext) -> None:

@@ -6,6 +6,8 @@ crash, bit for bit in deterministic mode.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
+
 from perdure.core.errors import RedoDivergedError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep, UpdateId
@@ -16,32 +18,44 @@ from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.steps import local_update, step_record, take_groups
 
 
-async def redo(ctx: TrainContext) -> None:
+async def redo(ctx: TrainContext, *, at_frontier: Callable[[], Awaitable[None]]) -> None:
     """Train every ``taken`` batch beyond the progress again.
 
     Consumes the log; produces ``redone`` records and the due checkpoints. Ends behind the last
     logged local update, which may be in the middle of a step. Batches that were set aside as poison
     are passed over. Cancellation is harmless: the next incarnation redoes again.
 
+    Args:
+        at_frontier: Run once, when the last step that is done has been redone: the weights are then
+            those that the step in progress was generated with.
+
     Raises:
         RedoDivergedError: Deterministic mode and a digest differs from the logged one.
     """
     updates = ctx.taken_beyond(ctx.progress.global_step)
     if not updates:
+        await at_frontier()
         return
+    done = [update for update in updates if update.global_step <= ctx.store.state.last_step]
     started_s = ctx.clock.monotonic_s()
     first, last = updates[0].global_step, updates[-1].global_step
     ctx.events("redo_started", {"from_step": first, "to_step": last})
+    await _redo_all(ctx, done)
+    if any(not record.equal for record in ctx.store.state.redone.values()):
+        state = ctx.store.state
+        ctx.metrics.rebuild(steps=state.curve(), evaluations=state.evaluated.values())
+    await at_frontier()
+    await _redo_all(ctx, updates[len(done) :])
+    ctx.faults.reach(FaultPoint.REDO_DONE)
+    seconds = ctx.clock.monotonic_s() - started_s
+    ctx.events("redo_finished", {"local_updates": len(updates), "seconds": seconds})
+
+
+async def _redo_all(ctx: TrainContext, updates: Sequence[UpdateId]) -> None:
     for update in updates:
         ctx.faults.reach(FaultPoint.REDO_STEP)
         async with ctx.stop.finishing():
             await _redo_update(ctx, update)
-    if any(not record.equal for record in ctx.store.state.redone.values()):
-        state = ctx.store.state
-        ctx.metrics.rebuild(steps=state.curve(), evaluations=state.evaluated.values())
-    ctx.faults.reach(FaultPoint.REDO_DONE)
-    seconds = ctx.clock.monotonic_s() - started_s
-    ctx.events("redo_finished", {"local_updates": len(updates), "seconds": seconds})
 
 
 async def _redo_update(ctx: TrainContext, update: UpdateId) -> None:

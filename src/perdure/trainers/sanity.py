@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 import torch
 
 from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.experience import ExperienceState
-from perdure.runtime.metrics_files import STEPS_PATH, read_rows
+from perdure.runtime.metrics_files import STEPS_PATH
 from perdure.trainers.progress import Progress
 
 
@@ -44,7 +43,9 @@ def check_restored(
         )
 
 
-def check_curve(state: ExperienceState, run_dir: Path, *, events: EventSink) -> None:
+def check_curve(
+    state: ExperienceState, last_step_shown: Callable[[], int], *, events: EventSink
+) -> None:
     """The log has every step that the curve shows.
 
     A row is written after its ``step_done`` record was acknowledged, so a row of a later step means
@@ -57,11 +58,10 @@ def check_curve(state: ExperienceState, run_dir: Path, *, events: EventSink) -> 
     if any(record.base_position is not None for record in state.incarnations):
         return
     try:
-        rows = read_rows(run_dir / STEPS_PATH)
+        last = last_step_shown()
     except DamagedError as error:
         events("warning", {"message": str(error)})
         return
-    last = int(str(rows[-1]["global_step"])) if rows else 0
     if last > state.last_step:
         raise DamagedError(
             f"the log ends with step {state.last_step}, {STEPS_PATH} shows step {last}",

@@ -6,54 +6,64 @@ publish → validation and metrics → release → the counter goes up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import Protocol
 
 from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep, GroupId, OptimizerStep, UpdateId
-from perdure.core.records import Published, StepDone, Submitted, UpdateFailed
+from perdure.core.records import Published, StepDone, UpdateFailed
 from perdure.core.trajectories import RewardedGroup
-from perdure.experience import decide
+from perdure.experience import Decision, decide
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
+from perdure.trainers.prompts import MAX_REFILL_ROUNDS, next_prompts
+from perdure.trainers.sampling import sampling_rules
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.step_metrics import merge_updates, rollout_metrics
 from perdure.trainers.validation import validate_if_due
 
-MAX_REFILL_ROUNDS = 10
-"""How often a step replaces failed groups before it gives up."""
+
+class WaitForGroups(Protocol):
+    """Waits until so many of the oldest finished groups may be taken."""
+
+    def __call__(self, ctx: TrainContext, step: GlobalStep, *, count: int) -> Awaitable[None]: ...
 
 
 async def generate_batch(ctx: TrainContext, step: GlobalStep) -> None:
     """Submit what the step still needs and run it until enough groups are finished.
 
-    Failed groups are evicted and each is replaced by one new prompt. Nobody waits for the disk
-    here: the log keeps the order of appends, so what a batch needs is durable before it is.
+    Groups that failed, and those that the dynamic filter takes out, are evicted and each is
+    replaced by one new prompt. Nobody waits for the disk here: the log keeps the order of appends,
+    so what a batch needs is durable before it is.
 
     Raises:
-        TrainingError: Groups keep failing.
+        TrainingError: Groups keep being evicted.
     """
-    table = ctx.store.state.table
-    reasons: list[str] = []
+    state, rules = ctx.store.state, sampling_rules(ctx.config)
+    decision = Decision()
     with ctx.timed("generate"):
         for _ in range(MAX_REFILL_ROUNDS):
             _submit_missing(ctx, step)
             await ctx.runtime.run_groups(ctx.store.open_groups())
-            reasons = [group.reason for group in table.failed()]
-            if not reasons:
+            decision = decide(state, global_step=step, rules=rules)
+            if not decision.evict:
                 return
+    group, reason = decision.evict[0]
+    why = state.groups[group].reason or "all its rewards are equal"
     raise TrainingError(
-        f"prompt groups failed in {MAX_REFILL_ROUNDS} rounds, the last one with: {reasons[0]}",
+        f"prompt groups were evicted in {MAX_REFILL_ROUNDS} rounds, the last one as {reason.value}"
+        f" ({why})",
         where=f"global step {step}",
         rule="a failed session fails its group; it is never a zero reward",
-        way_out="mend the verifier, then resume the run; other data need a new run",
+        way_out="mend the verifier, then resume the run; other data or limits need a new run",
     )
 
 
 def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
     """Evict failed groups, pay for evictions, and submit what the step's updates still lack."""
     state = ctx.store.state
-    decision = decide(state, global_step=step)
+    decision = decide(state, global_step=step, rules=sampling_rules(ctx.config))
     if decision.evict:
         ctx.store.evict(decision.evict, global_step=step)
     taken = len(state.updates_of(step))
@@ -62,7 +72,7 @@ def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
     missing = remaining * ctx.groups_per_update - available
     if missing <= 0:
         return
-    prompts = _next_prompts(ctx, step, count=missing)
+    prompts = next_prompts(ctx, step, count=missing)
     refills, fresh = prompts[: decision.refill], prompts[decision.refill :]
     if refills:
         ctx.store.refill(refills)
@@ -71,43 +81,31 @@ def _submit_missing(ctx: TrainContext, step: GlobalStep) -> None:
     ctx.faults.reach(FaultPoint.GROUPS_SUBMITTED)
 
 
-def _next_prompts(ctx: TrainContext, step: GlobalStep, *, count: int) -> list[Submitted]:
-    """The next prompts of the data order as records."""
-    table = ctx.store.state.table
-    group, index = table.next_group, table.next_data_index
-    prompts = [ctx.task.prompt(index + offset) for offset in range(count)]
-    return [
-        Submitted(
-            group=GroupId(group + offset),
-            submitted_step=step,
-            sessions=ctx.config.rollout.sessions_per_group,
-            prompt_ids=prompt.prompt_ids,
-            task=prompt.task,
-            answer=prompt.answer,
-            dataset_digest=ctx.task.dataset_digest,
-            data_index=prompt.data_index,
-        )
-        for offset, prompt in enumerate(prompts)
-    ]
-
-
-async def take_groups(ctx: TrainContext, update: UpdateId) -> list[RewardedGroup]:
+async def take_groups(
+    ctx: TrainContext, update: UpdateId, *, when: WaitForGroups | None = None
+) -> list[RewardedGroup]:
     """The groups of one local update: the logged ones if it was taken before, else the oldest.
 
-    The ``taken`` record is acknowledged before the groups are returned.
+    ``when`` waits until they may be taken. The ``taken`` record is acknowledged before the groups
+    are returned.
     """
     state = ctx.store.state
-    with ctx.timed("take"):
-        if update not in state.taken:
+    if update not in state.taken:
+        reference_digest = await ctx.runtime.reference_digest()
+        if when is not None:
+            await when(ctx, update.global_step, count=ctx.groups_per_update)
+        # Nothing else gets a turn between the decision to take and the record of it.
+        with ctx.timed("take"):
             future = ctx.store.take(
                 update,
                 groups=ctx.store.oldest_finished(ctx.groups_per_update),
                 config_digest=ctx.config_digest,
-                reference_digest=await ctx.runtime.reference_digest(),
+                reference_digest=reference_digest,
                 tokenizer_digest=ctx.task.tokenizer.digest,
             )
             await acknowledged(ctx.store, future)
             ctx.faults.reach(FaultPoint.BATCH_TAKEN)
+    with ctx.timed("take"):
         return [ctx.store.rewarded_group(GroupId(g)) for g in state.taken[update].groups]
 
 
