@@ -56,9 +56,7 @@ def load_pretrained(path: str | Path, *, max_positions: int | None = None) -> Tr
         DamagedError: A file is unreadable, or tensors are missing, left over or of wrong shape.
     """
     directory = Path(path)
-    config = config_from_huggingface(
-        _read_json(directory / "config.json"), where=str(directory / "config.json")
-    )
+    config = read_config(directory)
     if max_positions is not None:
         config = config.model_copy(
             update={"max_positions": min(max_positions, config.max_positions)}
@@ -68,6 +66,31 @@ def load_pretrained(path: str | Path, *, max_positions: int | None = None) -> Tr
     model = model.to_empty(device="cpu")
     _fill(model, _read_tensors(directory), where=str(directory))
     return model
+
+
+def copy_pretrained(path: str | Path, weights: Mapping[str, Tensor]) -> None:
+    """Copy the weights of a checkpoint directory into a model of the same shape.
+
+    Args:
+        path: As for :func:`load_pretrained`, which says what is raised.
+        weights: Name → parameter, as :func:`perdure.models.weights_of` gives them; written to.
+    """
+    found = weights_of(load_pretrained(path))
+    assert found.keys() == weights.keys(), "the shapes were not compared"
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(found[name])
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The shape that a checkpoint directory's ``config.json`` describes.
+
+    Raises:
+        ConfigError: There is none, or it has a feature this model code does not compute.
+        DamagedError: It is unreadable.
+    """
+    file = Path(path) / "config.json"
+    return config_from_huggingface(_read_json(file), where=str(file))
 
 
 def save_pretrained(model: Transformer, storage: Storage, directory: str) -> None:

@@ -12,6 +12,9 @@ PAD_ID = 0
 EOS_ID = 1
 _SPECIALS = 2
 
+VOCABULARY_FILE = "vocabulary.json"
+"""Beside an exported model: what its token ids stand for."""
+
 
 class Tokenizer(Protocol):
     """A reversible mapping. Ids 0 and 1 are padding and end of sequence; they stand for no text."""
@@ -132,3 +135,17 @@ def finished_text(tokenizer: Tokenizer, response_ids: Sequence[int]) -> str | No
     if body and not 0 <= min(body) <= max(body) < tokenizer.vocab_size:
         return None
     return tokenizer.decode(body)
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> dict[str, object]:
+    """What a tokenizer's ids stand for, as JSON: characters, or the first of the 256 bytes."""
+    vocabulary: dict[str, object] = {
+        "pad_token_id": tokenizer.pad_id,
+        "eos_token_id": tokenizer.eos_id,
+        "vocab_size": tokenizer.vocab_size,
+    }
+    if isinstance(tokenizer, CharTokenizer):
+        vocabulary["characters"] = {c: tokenizer.encode(c)[0] for c in tokenizer.alphabet}
+    else:
+        vocabulary["first_byte_id"] = tokenizer.vocab_size - 256
+    return vocabulary

@@ -38,6 +38,12 @@ class ModelShape(Section):
     """One matrix for input and output. Small models learn badly with it under GRPO."""
     qk_norm: bool = True
     """RMSNorm of each query and key head, as in Qwen3."""
+    qkv_bias: bool = False
+    """Bias of the query, key and value projections, as in Qwen2."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Added to the mean square in every RMSNorm."""
+    from_pretrained: str | None = None
+    """Directory in Hugging Face format whose weights training begins with; of the same shape."""
 
     def model_config_for(self, *, vocab_size: int, max_positions: int) -> ModelConfig:
         """The full model configuration."""
@@ -45,7 +51,9 @@ class ModelShape(Section):
         from perdure.models import ModelConfig
 
         return ModelConfig(
-            vocab_size=vocab_size, max_positions=max_positions, **self.model_dump(mode="python")
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+            **self.model_dump(mode="python", exclude={"from_pretrained"}),
         )
 
     def problems(self) -> Iterable[Problem]:
@@ -166,7 +174,11 @@ def sections_of_other_tasks(config: RunConfig) -> frozenset[str]:
 class RunConfig(Section):
     """One run. ``perdure config show RECIPE`` prints it resolved."""
 
-    file_fields: ClassVar[tuple[str, ...]] = ("task.jsonl.path", "task.jsonl.held_out_path")
+    file_fields: ClassVar[tuple[str, ...]] = (
+        "task.jsonl.path",
+        "task.jsonl.held_out_path",
+        "model.from_pretrained",
+    )
 
     seed: Annotated[int, Field(ge=0)] = 1
     """Initial weights, order of the data and every draw follow from it."""

@@ -35,6 +35,7 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.environment import fix_arithmetic, machine_description
 from perdure.trainers.memory import require_memory
+from perdure.trainers.pretrained import require_pretrained_fits
 from perdure.trainers.recorded_config import CONFIG_FILE, recorded_config
 from perdure.trainers.recovery import Launch, incarnation
 from perdure.trainers.shipping import fetch_if_absent, remote_of
@@ -263,6 +264,7 @@ def _refuse_run(storage: Storage, run_dir: Path) -> None:
 def _check_fit(config: RunConfig, task: Task) -> None:
     """Rules that need the task's data: answers fit, enough held-out prompts, enough memory."""
     require_memory(config, task)
+    require_pretrained_fits(config, task)
     if config.rollout.max_new_tokens < task.max_answer_tokens:
         raise ConfigError(
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}",

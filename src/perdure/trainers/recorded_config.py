@@ -15,7 +15,7 @@ CONFIG_FILE = "config.yaml"
 
 CHANGEABLE = (
     "checkpoint.*, log.*, trainer.warm_start_log_every, task.jsonl.*path, learner.mismatch_alarm,"
-    " learner.offload_anchor, learner.nonfinite"
+    " learner.offload_anchor, learner.nonfinite, model.from_pretrained"
 )
 """What an override of a resume may set. None of them changes the bits of a step: one that was
 trained under either value of ``nonfinite`` gave the same, or stops the redo with a sentence."""

@@ -7,10 +7,11 @@ sanity check → announce the incarnation in the log → warm start → redo →
 from __future__ import annotations
 
 from asyncio import CancelledError
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from perdure.checkpoint import Checkpointer, Choice
 from perdure.checkpoint.manifest import CHECKPOINTS
@@ -47,6 +48,7 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.memory import warn_of_memory
 from perdure.trainers.mismatch_watch import MismatchWatch
+from perdure.trainers.pretrained import load_initial_weights
 from perdure.trainers.progress import Progress
 from perdure.trainers.redo import redo
 from perdure.trainers.sanity import check_curve, check_restored
@@ -171,7 +173,7 @@ def _open(
         options=checkpoint_options(launch.config.checkpoint),
         executor=None if launch.threads else InlineExecutor(),
     )
-    choice = _restore(claimed, checkpoints)
+    choice = _restore(launch, claimed, checkpoints, weights=machinery.learner.policy_weights())
     if choice is not None and not launch.redo:
         _announce_rewind(claimed, choice, progress=progress, events=events)
     check_restored(
@@ -220,8 +222,13 @@ def _open(
     )
 
 
-def _restore(claimed: ClaimedRun, checkpoints: Checkpointer) -> Choice | None:
-    """Load the newest whole checkpoint of the kept lineage; None in a run that has none yet."""
+def _restore(
+    launch: Launch, claimed: ClaimedRun, checkpoints: Checkpointer, *, weights: Mapping[str, Any]
+) -> Choice | None:
+    """Load the newest whole checkpoint of the kept lineage.
+
+    A run that has none yet begins with the weights that its recipe names, and None is returned.
+    """
     committed = claimed.state.checkpoints
     if not committed:
         if claimed.state.taken:
@@ -231,6 +238,7 @@ def _restore(claimed: ClaimedRun, checkpoints: Checkpointer) -> Choice | None:
                 rule="checkpoint 0 is durable before the first batch is taken",
                 way_out="put the run directory back from a copy",
             )
+        load_initial_weights(launch.config, weights)
         return None
     choice = checkpoints.choose(committed)
     checkpoints.restore(choice)

@@ -26,14 +26,13 @@ from perdure.runtime.answers import answer
 from perdure.storage import PosixStorage
 from perdure.tasks.api import Prompt, Task, require_same_data
 from perdure.tasks.config import make_task
-from perdure.tasks.tokenizer import CharTokenizer
+from perdure.tasks.tokenizer import VOCABULARY_FILE, vocabulary_of
 from perdure.trainers.assembly import engine_options, model_shape
 from perdure.trainers.config import RunConfig
 from perdure.trainers.environment import fix_arithmetic
 from perdure.trainers.recorded_config import recorded_config
 from perdure.trainers.validation import greedy, held_out_prompts, judge_answer
 
-VOCABULARY_FILE = "vocabulary.json"
 _POLICY = "policy"
 
 
@@ -171,15 +170,6 @@ def export(trained: Trained, directory: Path) -> None:
             way_out="name a new directory",
         )
     save_pretrained(trained.model, storage, ".")
-    tokenizer = trained.task.tokenizer
-    vocabulary: dict[str, object] = {
-        "pad_token_id": tokenizer.pad_id,
-        "eos_token_id": tokenizer.eos_id,
-        "vocab_size": tokenizer.vocab_size,
-    }
-    if isinstance(tokenizer, CharTokenizer):
-        vocabulary["characters"] = {c: tokenizer.encode(c)[0] for c in tokenizer.alphabet}
-    else:
-        vocabulary["first_byte_id"] = tokenizer.vocab_size - 256
+    vocabulary = vocabulary_of(trained.task.tokenizer)
     text = json.dumps(vocabulary, indent=2, ensure_ascii=False)
     storage.write_atomic(VOCABULARY_FILE, text.encode() + b"\n")
