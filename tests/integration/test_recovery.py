@@ -19,7 +19,7 @@ from perdure.checkpoint import CheckpointReader, decode_manifest
 from perdure.config import load_config
 from perdure.core.errors import DamagedError, RedoDivergedError, StoppedError, TrainingError
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
-from perdure.core.ids import GlobalStep, LocalUpdate, UpdateId
+from perdure.core.ids import GlobalStep, GroupId, LocalUpdate, UpdateId
 from perdure.experience import ExperienceState, GroupState, read_experience
 from perdure.learner.local import LocalLearner
 from perdure.storage import PosixStorage
@@ -130,6 +130,37 @@ def _drifting(update: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return drifting
+
+
+@pytest.mark.parametrize("correction", ["none", "truncate"])
+def test_what_a_left_branch_has_generated_is_trained_under_importance_correction_alone(
+    tmp_path: Path, correction: str
+) -> None:
+    run = tmp_path / "run"
+    settings = (
+        "mode=colocate_async",
+        "sampler.num_warmup_batches=0",
+        "checkpoint.keep=9",
+        # Every batch moves the weights, so that each publication is a version of its own.
+        "learner.algorithm=reinforce++",
+        "learner.entropy_coef=0.01",
+        "learner.lr=0.01",
+        f"learner.importance.mode={correction}",
+    )
+    cut_off(run, *settings, point=FaultPoint.LOCAL_UPDATE_DONE, hit=9)
+    events = Events()
+    launch.resume(run, redo=False, display=events)
+    after = state_of(run)
+    assert after.last_step == 6
+    used = {
+        version
+        for record in after.taken.values()
+        for group in record.groups
+        for done in after.groups[GroupId(group)].done.values()
+        for version in (done.first_version, done.last_version)
+    }
+    assert bool(events.of("groups_abandoned")) is (correction == "none")
+    assert (used <= after.published.keys()) is (correction == "none")
 
 
 def test_a_rewind_voids_what_was_trained_beyond_the_checkpoint(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.learner.witness import Truncation
 from perdure.models import Transformer, weights_of
 from perdure.rollout import EmbeddedEngine, EngineOptions
-from perdure.runtime.sessions import trajectory_from_chunks
+from perdure.runtime.trajectory_builder import trajectory_from_chunks
 
 VERSION = PolicyVersion(3)
 FLOAT_ERROR = 2e-5

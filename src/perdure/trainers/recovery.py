@@ -22,10 +22,8 @@ from perdure.core.clock import Clock
 from perdure.core.errors import DamagedError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
-from perdure.core.ids import GlobalStep, GroupId
+from perdure.core.ids import GlobalStep
 from perdure.core.inline_executor import InlineExecutor
-from perdure.core.record_types import EvictionReason, GroupOutcome
-from perdure.core.records import ControlRecord, Evicted, GroupSettled
 from perdure.core.storage_api import Storage
 from perdure.experience import ClaimedRun, ExperienceStore, LogOptions, claim_experience
 from perdure.experience.claims import INCARNATION_DIR
@@ -37,7 +35,6 @@ from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.remote import Remote
 from perdure.runtime.views import Views, ViewsFactory, file_views
 from perdure.tasks.api import Task
-from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.assembly import (
     Machinery,
     MachineryFactory,
@@ -46,6 +43,7 @@ from perdure.trainers.assembly import (
 )
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
+from perdure.trainers.leftovers import drop_abandoned, set_poison_aside
 from perdure.trainers.memory import warn_of_memory
 from perdure.trainers.mismatch_watch import MismatchWatch
 from perdure.trainers.pretrained import load_initial_weights
@@ -62,9 +60,6 @@ from perdure.trainers.warm_start import warm_start
 
 ATOMIC_WRITES_GO_TO = ("", INCARNATION_DIR, SEAL_DIR, CHECKPOINTS, QUARANTINE, METRICS_DIR)
 """Directories of a run where a killed process may have left a temporary file."""
-
-POISON_FAILURES = 2
-"""A batch whose training raised this often is set aside."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,56 +276,16 @@ def _announce_rewind(
 
 async def _advance(ctx: TrainContext) -> None:
     """From the restored state to the frontier: warm start, redo, and the end of the last step."""
-    await _set_poison_aside(ctx)
+    await set_poison_aside(ctx)
     await warm_start(ctx)
     if ctx.progress.global_step == 0:
         stage_checkpoint_if_due(ctx, GlobalStep(0))
 
     async def complete() -> None:
-        if ctx.config.mode == "sync":
-            await _drop_abandoned(ctx)
+        await drop_abandoned(ctx)
         await complete_step(ctx, GlobalStep(ctx.progress.global_step))
 
     await redo(ctx, at_frontier=complete)
-
-
-async def _set_poison_aside(ctx: TrainContext) -> None:
-    """Evict the groups of batches whose training raised twice, and say so."""
-    state = ctx.store.state
-    for update, failures in sorted(state.update_failures.items()):
-        unfinished = update.global_step > state.last_step
-        if failures < POISON_FAILURES or not unfinished or state.is_poisoned(update):
-            continue
-        groups = [GroupId(group) for group in state.taken[update].groups]
-        evictions = [(group, EvictionReason.POISON) for group in groups]
-        await acknowledged(ctx.store, ctx.store.evict(evictions, global_step=update.global_step))
-        message = f"batch {update.key()} raised {failures} times; its groups are set aside"
-        ctx.events("warning", {"message": message})
-
-
-async def _drop_abandoned(ctx: TrainContext) -> None:
-    """Evict groups with sessions of weights that no longer exist (sync is on-policy).
-
-    A rewind leaves such groups behind, and so does a redo that came to other bits. Those that are
-    still open fail first: a group in the middle of its sessions cannot be evicted.
-    """
-    state = ctx.store.state
-    current = state.version_of(await ctx.runtime.policy_digest())
-
-    def is_abandoned(group: GroupId) -> bool:
-        return any(d.last_version != current for d in state.groups[group].done.values())
-
-    begun = [g.submitted.group for g in state.table.open() if is_abandoned(g.submitted.group)]
-    finished = [group for group in state.table.finished if is_abandoned(group)]
-    if begun or finished:
-        step = GlobalStep(ctx.progress.global_step + 1)
-        why = "the weights of its sessions no longer exist"
-        records: list[ControlRecord] = [
-            *(GroupSettled(group, GroupOutcome.FAILED, why) for group in begun),
-            *(Evicted(g, EvictionReason.ABANDONED, step) for g in sorted([*begun, *finished])),
-        ]
-        await acknowledged(ctx.store, ctx.store.append_all(records))
-        ctx.events("groups_abandoned", {"groups": len(begun) + len(finished)})
 
 
 def _announce_start(ctx: TrainContext, launch: Launch) -> None:
