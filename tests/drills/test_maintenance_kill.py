@@ -227,15 +227,20 @@ def fetch(run: Path, remote: Path, plan: FaultPlan) -> None:
 def test_push(tmp_path: Path, kills: int) -> None:
     """The run grows by two steps between two pushes; whoever pulls gets the old end or the new."""
     killing = Kills(f"push {kills}", kills)
-    run, remote, pulled = tmp_path / "run", tmp_path / "remote", tmp_path / "pulled"
-    step = before = 0
     while killing.left > 0:
-        step += 2
+        root = tmp_path / str(killing.left)
+        push_a_growing_run(killing, root)
+        shutil.rmtree(root)
+
+
+def push_a_growing_run(killing: Kills, root: Path) -> None:
+    run, remote, pulled = root / "run", root / "remote", root / "pulled"
+    root.mkdir()
+    go_on(run, steps=2)
+    killing.learn(lambda plan: ship(run, remote, plan))
+    before = 2
+    for step in (4, 6, 8):
         go_on(run, steps=step)
-        if step == 2:
-            killing.learn(lambda plan: ship(run, remote, plan))
-            before = step
-            continue
         for done in killing.until_done(lambda plan: ship(run, remote, plan)):
             fetch(pulled, remote, FaultPlan())
             found = resumed_from(pulled)
@@ -243,7 +248,7 @@ def test_push(tmp_path: Path, kills: int) -> None:
             before = found
             shutil.rmtree(pulled)
     fetch(pulled, remote, FaultPlan())
-    go_on(pulled, steps=step + 1)
+    go_on(pulled, steps=9)
 
 
 @pytest.mark.parametrize("kills", COUNTS)
