@@ -332,5 +332,5 @@ def _busy(storage: Storage) -> RunBusyError:
         f"a live process holds this run{held}",
         where=LOCK_FILE,
         rule="one process at a time writes a run",
-        way_out="wait for it, stop it, or fence it with --take-over",
+        way_out="wait for it, stop it, or fence it with --take-over (in a script: take_over=True)",
     )
