@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from perdure.checkpoint.sharded import ShardedTensor
 from perdure.checkpoint.shares import RankPlace
 from perdure.core.errors import ConfigError, DamagedError, StoppedError, TrainingError
 from perdure.experience import read_experience
-from perdure.storage import MemoryStorage
+from perdure.storage import MemoryStorage, PosixStorage
 
 
 def committed(storage: MemoryStorage) -> list[int]:
@@ -375,3 +377,21 @@ def test_what_is_no_process_group_and_what_is_no_option_is_refused() -> None:
         engine.add("cursor", {"here": 1}, per_ranks=True)  # pyright: ignore[reportCallIssue]
     with pytest.raises(ConfigError, match="rank_timeout_s"):
         CheckpointEngine("run", storage=MemoryStorage(), rank_timeout_s=-1)
+
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "ranks-v1"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_what_three_ranks_stored_in_format_1_stays_readable(size: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(GOLDEN, run)
+    reader = newest(PosixStorage(run))
+    assert reader.manifest.ranks == 3
+    assert reader.digest("model") == "47d1e1da14639e4af227dae826eb91fc"
+    assert sorted(reader.manifest.components) == [
+        *("counters", "generator", "generator/rank-1", "generator/rank-2", "model", "progress")
+    ]
+    ended = run_ranks(PosixStorage(run), size, total=4)
+    all_right(ended, 4)
+    assert all(script.engine.restored_from.step == 2 for script in ended)
