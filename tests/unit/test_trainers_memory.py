@@ -73,6 +73,16 @@ def test_longer_answers_and_fewer_updates_need_more() -> None:
     assert most("trainer.local_updates_per_step=1") > most()
 
 
+def test_batches_that_run_ahead_are_held_too() -> None:
+    def needs(mode: str, ahead: int) -> int:
+        overrides = [f"mode={mode}", f"sampler.num_warmup_batches={ahead}"]
+        config = load_config(RunConfig, RECIPE, overrides)
+        return step_needs(config, make_task(config.task, config.seed))[0].at_least
+
+    assert needs("sync", 3) == needs("sync", 0) == needs("colocate_async", 0)
+    assert needs("colocate_async", 3) == 4 * needs("colocate_async", 0)
+
+
 def test_the_anchor_is_a_second_copy_of_the_policy() -> None:
     def held(*overrides: str) -> int:
         config = load_config(RunConfig, RECIPE, overrides)

@@ -60,9 +60,11 @@ class Need:
 def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need, Need]:
     """What a global step, a step of the warm start and the policy anchor hold."""
     trainer, supervised = config.trainer, config.learner.supervised
-    sessions = trainer.train_batch_size * config.rollout.sessions_per_group
+    batch = trainer.train_batch_size * config.rollout.sessions_per_group
+    ahead = 0 if config.mode == "sync" else config.sampler.num_warmup_batches
+    sessions = batch * (1 + ahead)
     longest = task.max_prompt_tokens + config.rollout.max_new_tokens
-    at_once = sessions // trainer.local_updates_per_step
+    at_once = batch // trainer.local_updates_per_step
     tokens = sessions * longest * ROLLOUT_TOKEN_BYTES + at_once * longest * UPDATE_TOKEN_BYTES
     examples = supervised.batch_size if supervised.steps else 0
     shown = task.max_prompt_tokens + task.max_answer_tokens
@@ -73,7 +75,7 @@ def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need, Need]:
             at_least=sessions * SESSION_BYTES,
             at_most=sessions * SESSION_BYTES + tokens,
             smaller="trainer.train_batch_size, rollout.sessions_per_group or"
-            " rollout.max_new_tokens",
+            " rollout.max_new_tokens" + (", or sampler.num_warmup_batches" if ahead else ""),
         ),
         Need(
             "learner.supervised.batch_size",
