@@ -25,7 +25,15 @@ SCALARS = st.one_of(
     st.floats(width=32).map(np.float32),
     st.integers(-5, 5).map(np.int64),
 )
-KEYS = st.one_of(st.text(max_size=4), st.integers(-9, 9), st.just("$tensor"), st.booleans())
+NUMPY_KEYS = st.integers(10, 19).map(np.int64)
+KEYS = st.one_of(
+    st.text(max_size=4),
+    st.integers(-9, 9),
+    st.just("$tensor"),
+    st.booleans(),
+    NUMPY_KEYS,
+    st.tuples(NUMPY_KEYS, st.integers(-9, 9)),
+)
 DATA = st.recursive(
     st.one_of(SCALARS, st.lists(st.floats(), max_size=3).map(np.array)),
     lambda inner: st.one_of(
@@ -53,7 +61,8 @@ def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert list(one) == list(other)
-        for key in one:
+        for key, again in zip(one, other, strict=True):
+            assert_same(key, again)
             assert_same(one[key], other[key])
     elif isinstance(one, list | tuple | deque):
         assert len(one) == len(other)
@@ -76,6 +85,11 @@ def test_round_trip_is_exact(value: Any) -> None:
     except ValueError as error:
         # Two keys that read the same as text would share a name.
         assert "two parts are called" in str(error)
+
+
+def test_keys_of_numpy_are_not_taken_for_their_values() -> None:
+    table = {np.int64(1): np.float64(0.5), (np.int64(2), 3): np.float64(0.25)}
+    assert_same(stored(table), table)
 
 
 @pytest.mark.parametrize(

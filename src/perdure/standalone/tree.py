@@ -181,7 +181,9 @@ def _split_mapping(value: Mapping[Any, Any], tensors: dict[str, Any], path: str)
     items = [(key, split(item, tensors, _below(path, key))) for key, item in value.items()]
     if plain:
         return dict(items)
-    return {"$map": [[split(key, {}, _below(path, key)), item] for key, item in items]}
+    # A key may hold an element of numpy; that of its value has the name of the place itself.
+    keys = [split(key, tensors, f"{_below(path, key)}/$key") for key in value]
+    return {"$map": [[key, item] for key, (_, item) in zip(keys, items, strict=True)]}
 
 
 def _join_marked(mark: str, held: Any, tensors: Mapping[str, Any]) -> Any:
