@@ -310,6 +310,27 @@ def test_an_unexpected_failure_reaches_the_owner_and_frees_the_arena() -> None:
     assert rig.directories() == [directory(4), directory(5)]
 
 
+def test_an_unexpected_failure_found_at_the_end_loses_no_other_save() -> None:
+    class FailsOnce(Gate):
+        failed = False
+
+        def reach(self, point: FaultPoint) -> None:
+            super().reach(point)
+            if point is FaultPoint.CHECKPOINT_FILES_DURABLE and not self.failed:
+                self.failed = True
+                raise InjectedFault("a bug")
+
+    gate = FailsOnce(FaultPoint.CHECKPOINT_FILES_DURABLE)
+    rig = Rig(MemoryStorage(), faults=gate)
+    assert rig.stage(1)
+    assert rig.stage(2)
+    gate.opened.set()
+    with pytest.raises(InjectedFault):
+        rig.engine.close()
+    assert rig.directories() == [directory(2)]
+    assert rig.engine.arena_bytes == 0
+
+
 def test_a_name_is_used_once() -> None:
     storage = MemoryStorage()
     rig = Rig(storage)

@@ -182,6 +182,7 @@ class Checkpointer:
 
         Raises:
             StorageError: A save did not end within ``must_timeout_s``.
+            Exception: What a save did not expect; raised when everything is given back.
         """
         self._pipeline.close()
 

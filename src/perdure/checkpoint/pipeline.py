@@ -168,18 +168,32 @@ class SavePipeline:
 
         Raises:
             StorageError: A job did not end within ``must_timeout_s``.
+            Exception: What a job did not expect; raised when everything is given back.
         """
+        unexpected: list[Exception] = []
         drained = False
         try:
-            drained = self.wait(self.options.must_timeout_s)
+            drained = self._drain(unexpected)
         finally:
             if self.executor is None:
                 self._executor.shutdown(wait=drained, cancel_futures=True)
+        if drained:
+            self._images.close()
+            for arena in self.arenas:
+                arena.close()
+        if unexpected:
+            raise unexpected[0]
         if not drained:
             raise self.too_slow("checkpoints")
-        self._images.close()
-        for arena in self.arenas:
-            arena.close()
+
+    def _drain(self, unexpected: list[Exception]) -> bool:
+        """Wait for all pending jobs; False if some have not ended in time."""
+        deadline_s = self.clock.monotonic_s() + self.options.must_timeout_s
+        while True:
+            try:
+                return self.wait(deadline_s - self.clock.monotonic_s())
+            except Exception as error:  # noqa: BLE001 - one job's failure must not lose the next
+                unexpected.append(error)
 
     def too_slow(self, where: str) -> StorageError:
         """The error of a save that is still going on when it should have ended."""
