@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -173,6 +173,61 @@ def test_an_engine_that_does_not_answer_a_verb_is_lost() -> None:
         engines["a"].answers.set()
 
     drive(engines, scenario, verb_timeout_s=SOON_S)
+
+
+def test_one_that_does_not_answer_is_lost_beside_one_that_refuses() -> None:
+    engines = {name: RuleEngine() for name in "ab"}
+
+    async def scenario(pool: EnginePool) -> None:
+        engines["a"].load_error = ValueError("other shapes")
+        engines["b"].answers.clear()
+        with pytest.raises(ValueError, match="other shapes"):
+            await pool.load_weights(PolicyVersion(2), {"digest": "d2"})
+        assert states(pool) == {"a": "serving", "b": "lost"}
+        engines["b"].answers.set()
+
+    drive(engines, scenario, verb_timeout_s=SOON_S)
+
+
+def test_an_engine_admitted_while_the_door_opens_has_its_own_door_opened() -> None:
+    engines = {"a": RuleEngine()}
+
+    async def scenario(pool: EnginePool) -> None:
+        await pool.pause()
+        engines["a"].answers.clear()
+        opening = asyncio.create_task(pool.resume())
+        await turns()
+        late = RuleEngine()
+        pool.add("late", late)
+        await pool.hold("late")
+        await late.load_weights(ONE, {"digest": "d1"})
+        await pool.admit("late")
+        engines["a"].answers.set()
+        await opening
+        assert late.calls == ["pause", "abort", "load_weights", "resume"]
+
+    drive(engines, scenario)
+
+
+def test_a_stream_that_ends_badly_leaves_its_name_free() -> None:
+    class Stuck(RuleEngine):
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk]:
+            try:
+                async for chunk in super().generate(request):
+                    yield chunk
+            finally:
+                if len(self.requests) == 1:
+                    raise OSError("the pipe is broken")
+
+    engines = {"a": Stuck()}
+
+    async def scenario(pool: EnginePool) -> list[GenerationChunk]:
+        stream, _ = await start(pool, request_of(), 1)
+        with pytest.raises(OSError, match="pipe"):
+            await stream.aclose()
+        return await collect(pool, request_of())
+
+    assert tokens_of(drive(engines, scenario)) == expected(request_of())
 
 
 def test_streams_go_on_over_an_interruption() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 
 from perdure.core.errors import EngineLostError, TrainingError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
@@ -103,12 +104,11 @@ class EnginePool:
             )
         stream = PoolStream(request)
         self._streams[request.request_id] = stream
-        chunks = stream.chunks(self)
         try:
-            async for chunk in chunks:
-                yield chunk
+            async with aclosing(stream.chunks(self)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
-            await chunks.aclose()
             del self._streams[request.request_id]
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
@@ -138,8 +138,11 @@ class EnginePool:
 
     async def resume(self) -> None:
         """Let requests in again; those that waited fail if the pool has no weights for them."""
-        serving = [m for m in self._roster.live() if m.state is MemberState.SERVING]
-        await self._roster.ask(serving, "resume", lambda m: m.engine.resume())
+        asked: set[Member] = set()
+        # One that is admitted meanwhile is behind a shut door and was not asked.
+        while fresh := self._serving() - asked:
+            asked |= fresh
+            await self._roster.ask(fresh, "resume", lambda m: m.engine.resume())
         self._roster.paused = False
         self._roster.notify()
 
@@ -355,6 +358,9 @@ class EnginePool:
         for stream in self._streams.values():
             if stream.member is member:
                 stream.recall()
+
+    def _serving(self) -> set[Member]:
+        return {m for m in self._roster.live() if m.state is MemberState.SERVING}
 
     def _check_open(self) -> None:
         if self._closed:

@@ -154,13 +154,16 @@ class Roster:
         # A single one is asked in this very turn of the event loop.
         answers = [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
         found: dict[str, Any] = {}
+        refusal: Exception | None = None
         for member, answer in zip(asked, answers, strict=True):
             if isinstance(answer, EngineLostError):
                 self.lose(member, answer)
             elif isinstance(answer, Exception):
-                raise answer
+                refusal = refusal or answer
             else:
                 found[member.name] = answer
+        if refusal is not None:
+            raise refusal
         return found
 
     async def _answer(
