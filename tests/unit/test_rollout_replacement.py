@@ -21,15 +21,23 @@ QUICK = ReplacementOptions(max_replacements=2, backoff_s=0.01)
 
 
 class Keeper:
-    """Builds engines, some of which do not start, and notes the events."""
+    """Builds engines, some of which do not start, and notes the events.
+
+    Attributes:
+        held: Name of an engine that is built only when ``may_build`` is set.
+    """
 
     def __init__(self) -> None:
+        self.held = ""
+        self.may_build = asyncio.Event()
         self.built: list[RuleEngine] = []
         self.failures = 0
         self.events: list[str] = []
 
     async def build(self, name: str) -> RuleEngine:
-        if self.failures:
+        if name == self.held:
+            await self.may_build.wait()
+        elif self.failures:
             self.failures -= 1
             raise EngineLostError(f"{name} does not start")
         self.built.append(RuleEngine())
@@ -108,6 +116,33 @@ def test_a_spent_budget_leaves_an_engine_lost_and_the_last_one_ends_it_all() -> 
     with pytest.raises(ExceptionGroup) as raised:
         drive(scenario)
     assert raised.group_contains(EngineLostError, match="the last engine, 'b'.*does not start")
+
+
+def test_nothing_ends_while_another_engine_is_on_its_way_back() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper) -> None:
+        keeper.held, keeper.failures = "b", 2
+        keeper.built[0].die()
+        keeper.built[1].die()
+        await settle(lambda: "engine_not_replaced a" in keeper.events)
+        assert states(pool) == {"lost"}
+        keeper.may_build.set()
+        await settle(lambda: states(pool) == {"lost", "serving"})
+
+    assert drive(scenario).events[-1] == "engine_replaced b"
+
+
+def test_an_engine_that_comes_to_a_closed_pool_is_closed() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper) -> None:
+        keeper.held = "b"
+        keeper.built[1].die()
+        await settle(lambda: keeper.events == ["engine_lost b"])
+        await pool.close()
+        keeper.may_build.set()
+        await settle(lambda: len(keeper.built) == 3 and "close" in keeper.built[2].calls)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        drive(scenario)
+    assert raised.group_contains(RuntimeError, match="pool is closed")
 
 
 def test_silence_counts_only_while_the_event_loop_could_listen() -> None:

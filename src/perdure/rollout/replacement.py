@@ -40,12 +40,14 @@ class Replacements:
         self._options = options or ReplacementOptions()
         self._events = events
         self._spent: dict[str, deque[float]] = {}
+        self._given_up: set[str] = set()
 
     async def run(self) -> None:
         """Replace what gets lost. Runs until cancelled; half-started engines are closed then.
 
         Raises:
-            EngineLostError: The last engine is lost and its budget spent.
+            EngineLostError: All engines are lost, and the budget of each is spent.
+            RuntimeError: The pool was closed.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -65,7 +67,11 @@ class Replacements:
                 engine = await self._build(name)
             except EngineLostError as error:
                 reason = str(error)
-        self._pool.add(name, engine)
+        try:
+            self._pool.add(name, engine)
+        except BaseException:
+            await engine.close()
+            raise
         await self._catch_up(name)
         seconds = asyncio.get_running_loop().time() - began_s
         self._events("engine_replaced", {"engine": name, "seconds": seconds})
@@ -86,7 +92,12 @@ class Replacements:
 
     def _give_up(self, name: str, reason: str) -> None:
         self._events("engine_not_replaced", {"engine": name, "reason": reason})
-        if all(each.state is MemberState.LOST for each in self._pool.describe()):
+        self._given_up.add(name)
+        # Another one that is lost too may be on its way back.
+        if all(
+            each.state is MemberState.LOST and each.name in self._given_up
+            for each in self._pool.describe()
+        ):
             raise EngineLostError(
                 f"the last engine, {name!r}, is lost: {reason}",
                 where="engine pool",
