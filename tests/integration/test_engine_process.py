@@ -380,6 +380,9 @@ def test_a_process_that_does_not_start_is_an_error(
         monkeypatch.setattr(sys, "executable", "/bin/false")
         with pytest.raises(EngineLostError, match="died"):
             await ProcessEngine.start(MODEL, OPTIONS)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
+        with pytest.raises(EngineLostError, match="cannot be started.*absent"):
+            await ProcessEngine.start(MODEL, OPTIONS)
         monkeypatch.setattr(sys, "executable", str(idle))
         with pytest.raises(EngineLostError, match=r"has not started for 0.2 s"):
             await ProcessEngine.start(

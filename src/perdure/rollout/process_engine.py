@@ -83,7 +83,8 @@ class ProcessEngine(asyncio.Protocol):
         """Start the process and wait until its engine is built.
 
         Raises:
-            EngineLostError: It died, or has not answered for ``start_timeout_s``.
+            EngineLostError: It could not be started, died, or has not answered for
+                ``start_timeout_s``.
         """
         engine = cls(options, process_options or ProcessOptions())
         try:
@@ -112,8 +113,27 @@ class ProcessEngine(asyncio.Protocol):
         self._watch.start()
 
     def _spawn(self, threads: int) -> socket.socket:
-        """Start the process; returns this end of its socket."""
-        ours, theirs = socket.socketpair()
+        """Start the process; returns this end of its socket.
+
+        Raises:
+            EngineLostError: The machine gives no process, descriptor or memory for it.
+        """
+        with contextlib.ExitStack() as undo:
+            try:
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                self._start_process(theirs, threads)
+            except OSError as error:
+                raise EngineLostError(
+                    f"an engine process cannot be started ({error})",
+                    where="rollout engine",
+                    rule="an engine has a process, a socket and a page of memory of its own",
+                    way_out="look at the limits of processes, open files and memory (ulimit -a)",
+                ) from error
+            undo.pop_all()
+        return ours
+
+    def _start_process(self, theirs: socket.socket, threads: int) -> None:
         with theirs, tempfile.TemporaryFile() as shared:
             shared.truncate(COUNTERS * 8)
             self._counters = np.frombuffer(mmap.mmap(shared.fileno(), COUNTERS * 8), np.uint64)
@@ -125,7 +145,6 @@ class ProcessEngine(asyncio.Protocol):
                 pass_fds=descriptors,
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
             )
-        return ours
 
     # --- the engine protocol
 
