@@ -140,6 +140,30 @@ def test_a_quarantined_engine_is_readmitted_by_the_next_publication() -> None:
     drive(engines, scenario)
 
 
+def test_a_cancelled_publication_leaves_no_load_behind() -> None:
+    class SlowToStop(RuleEngine):
+        async def load_weights(self, *args: Any, **options: Any) -> str:
+            if self.version < 1:
+                return await super().load_weights(*args, **options)
+            try:
+                return await asyncio.Event().wait() and ""
+            finally:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+
+    async def scenario(pool: EnginePool, publication: Publication) -> None:
+        before = asyncio.all_tasks()
+        new = publication.publish(version(2), weights={"digest": "d2"}, digest="d2")
+        running = asyncio.create_task(new)
+        await asyncio.sleep(SOON_S / 2)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled()
+        assert asyncio.all_tasks() == before
+
+    drive({"a": SlowToStop()}, scenario)
+
+
 def test_if_nobody_acknowledges_training_stops() -> None:
     engines = {name: RuleEngine() for name in "ab"}
 

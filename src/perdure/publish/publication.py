@@ -139,6 +139,7 @@ class Publication:
             await asyncio.wait([task], timeout=limit_s)
         except asyncio.CancelledError:
             task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             raise
         if not task.done():
             reason = f"has not acknowledged version {offer.version} for {limit_s:g} s"
