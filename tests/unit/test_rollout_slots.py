@@ -131,6 +131,8 @@ def test_compaction_keeps_bands_sorted_by_how_far_their_rows_are(data: st.DataOb
                 table.release(slot)
         before = {id(live): int(table.position[live.slot]) for live in table.requests if live}
         targets, sources = table.compaction()
+        assert targets == sorted(targets), "moved in this order, none is overwritten unread"
+        assert all(source > target for target, source in zip(targets, sources, strict=True))
         if targets:
             table.move(targets, sources)
         assert table.compaction() == ([], [])

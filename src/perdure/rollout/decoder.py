@@ -150,7 +150,7 @@ class Decoder:
         if targets:
             table.move(targets, sources)
             length = int(table.position[targets].max()) + 1
-            self._cache.move(self._to(targets), self._to(sources), length)
+            self._cache.move(targets, sources, length)
 
     @torch.inference_mode()
     def step(self, table: SlotTable) -> tuple[Array, Array]:

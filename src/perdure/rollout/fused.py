@@ -74,9 +74,7 @@ class FusedForward:
 
     def step(self, tokens_N: Tensor, positions_N: Tensor, bands: Bands) -> Tensor:
         """Logits (N, V) behind one new token in each of the first N slots; see the protocol."""
-        rows = self._rows.get(len(tokens_N))
-        if rows is None:
-            rows = self._rows[len(tokens_N)] = _Rows(len(tokens_N), self._buffers)
+        rows = self._rows_of(len(tokens_N))
         self._seen.look_at(rows, bands)
         self._enter(rows, tokens_N, positions_N)
         whole_mask = self._mask(positions_N, max(length for _, length in bands))
@@ -99,7 +97,7 @@ class FusedForward:
     def prefill(self, tokens_BT: Tensor, slots_M: Tensor, sources_M: Tensor) -> None:
         """Fill slots with prompts; see the protocol."""
         prompts, length = tokens_BT.shape
-        rows = _Rows(tokens_BT.numel(), _Buffers(self._config, tokens_BT.numel(), logits=False))
+        rows = self._rows_of(tokens_BT.numel())
         self._enter(rows, tokens_BT.flatten(), self._span_T[:length].repeat(prompts))
         attend = self._cache.prefill_attention(slots_M, sources_M)
         mixed = rows.mixed_NX.view(prompts, length, self._config.heads, -1)
@@ -111,6 +109,15 @@ class FusedForward:
             q_BHTC = q_BTHC.flatten(2, 3).transpose(1, 2)
             mixed.copy_(attend(index, q_BHTC, k_BGTC, v_BGTC).transpose(1, 2))
             self._leave(layer, rows)
+
+    def _rows_of(self, count: int) -> _Rows:
+        """Room for a pass over so many tokens; more than slots get memory of their own."""
+        if count > self._cache.slots:
+            return _Rows(count, _Buffers(self._config, count, logits=False))
+        rows = self._rows.get(count)
+        if rows is None:
+            rows = self._rows[count] = _Rows(count, self._buffers)
+        return rows
 
     def _enter(self, rows: _Rows, tokens_N: Tensor, positions_N: Tensor) -> None:
         torch.index_select(self._model.embed.weight, 0, tokens_N, out=rows.hidden_ND)
@@ -212,11 +219,8 @@ class _Band:
         self.q, self.mixed = rows.q[products], rows.mixed[products]
         self.scores = torch.empty(0)
         self.layers = [
-            (
-                keys.flatten(0, 1)[products, :, :length],
-                values.flatten(0, 1)[products, :length],
-            )
-            for keys, values in zip(cache.keys, cache.values, strict=True)
+            (keys[products, :, :length], values[products, :length])
+            for keys, values in cache.products
         ]
 
 

@@ -7,6 +7,7 @@ L attention length.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -64,16 +65,25 @@ class KVCache:
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
         """Keys and values of each layer as (S, max_tokens, G, C)."""
+        self.products = [
+            (keys.flatten(0, 1), values.flatten(0, 1))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+        """Keys and values of each layer as (S·G, C, max_tokens) and (S·G, max_tokens, C)."""
 
     def clear(self) -> None:
         """Forget everything (leftovers of broken weights may be non-finite)."""
         self.keys.zero_()
         self.values.zero_()
 
-    def move(self, target_slots: Tensor, source_slots: Tensor, length: int) -> None:
-        """Copy the first ``length`` positions of slots."""
+    def move(self, target_slots: Sequence[int], source_slots: Sequence[int], length: int) -> None:
+        """Copy the first ``length`` positions of slots, pair by pair in order.
+
+        Slices of single slots take half the time of indexing by tensors.
+        """
         for cached in (self.keys[..., :length], self.values[..., :length, :]):
-            cached[:, target_slots] = cached[:, source_slots]
+            for target, source in zip(target_slots, source_slots, strict=True):
+                cached[:, target].copy_(cached[:, source])
 
     def prefill_attention(self, slots: Tensor, sources: Tensor) -> Attend:
         """Causal attention over a batch of prompts that also fills slots.

@@ -150,7 +150,10 @@ class SlotTable:
         self._set_sampling(slot, SamplingParams())
 
     def compaction(self) -> tuple[list[int], list[int]]:
-        """(targets, sources) that bring all live rows to the front, all moved at once.
+        """(targets, sources) that bring all live rows to the front.
+
+        Targets ascend and every source lies behind its target: moved in order, none is overwritten
+        before it is read.
 
         Rows stay sorted in bands of :data:`BAND_ROWS`: the rows of a band stand no earlier in their
         sequences than those of later bands. So a hole takes the furthest row of the next band, and
