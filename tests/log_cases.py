@@ -40,9 +40,10 @@ from perdure.experience.claims import (
     highest_incarnation,
     newest_started,
 )
+from perdure.experience.columns import LooseTrajectories, trajectory_columns
 from perdure.experience.entries import Entry
 from perdure.experience.partials import partial_entries, read_tokens, says_the_same
-from perdure.experience.payloads import Payload, PayloadReader, columns_payload, trajectory_columns
+from perdure.experience.payloads import Payload, PayloadReader, columns_payload
 from perdure.experience.reader import LineageLog, read_lineage
 from perdure.experience.unfinished import PartialBatch
 from perdure.experience.writer import LogOptions, LogWriter
@@ -137,7 +138,8 @@ def sessions_done(groups: Sequence[int], tokens: int = 5) -> Entry:
         parts=({},) * rows,
         payload=NO_REF,
     )
-    return Entry(record, trajectories=[trajectory(group, tokens) for group in groups])
+    rows = [trajectory(group, tokens) for group in groups]
+    return Entry(record, trajectories=LooseTrajectories(rows, trajectory_columns(rows)))
 
 
 def delta(group: int, start: int, end: int) -> PartialDelta:
@@ -166,7 +168,7 @@ def payload_of(group: int) -> Payload:
 
 def payload_with(trajectories: Sequence[Trajectory]) -> Payload:
     """The payload record of these trajectories."""
-    return columns_payload([trajectory_columns(trajectories)])
+    return columns_payload(trajectory_columns(trajectories))
 
 
 def keys_of(record: ControlRecord | None) -> list[str]:

@@ -24,7 +24,7 @@ from perdure.core.ids import GroupId
 from perdure.core.record_types import GroupOutcome
 from perdure.core.records import GroupSettled
 from perdure.experience import RemoteOptions
-from perdure.experience.payloads import trajectory_columns
+from perdure.experience.columns import trajectory_columns
 from perdure.experience.remote.frames import FrameType, make_frame, number_frame, parse_frame
 from perdure.experience.remote.requests import read_request, sessions_frame
 

@@ -30,6 +30,7 @@ from perdure.experience import (
     create_run,
     read_experience,
 )
+from perdure.experience.payloads import PayloadReader
 from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.storage.memory import MemoryStorage
@@ -109,6 +110,7 @@ def _wrong_sessions() -> dict[str, FinishedSession]:
         "2 axes": _with(good, prompt_ids_P=given.prompt_ids_P.reshape(1, -1)),
         "is int64, not int": _with(good, segments=(Segment(np.int64(0), 0, 4),)),  # type: ignore[arg-type]
         "is not between": _with(good, segments=(Segment(PolicyVersion(2**63), 0, 4),)),
+        "is bool, not int": _with(good, segments=(Segment(PolicyVersion(0), False, 4),)),
         "-1 in g0.s-1": _with(good, session=SessionId(GroupId(0), -1)),
         "stop reason": _with(good, stop_reason="stop"),
     }
@@ -176,6 +178,35 @@ def test_numbers_of_any_kind_are_logged_as_numbers(
     state, _ = read_experience(storage)
     done = state.groups[GroupId(0)].settled(0)
     assert done.batch.record.parts[done.row] == {"right": 0.5, "count": 3.0, "sure": 1.0}
+
+
+def test_a_session_of_several_versions_with_tool_output_is_logged_as_it_is(
+    storage: MemoryStorage, store: ExperienceStore
+) -> None:
+    plain = make.trajectory(0, 0)
+    tokens = len(plain.response_ids_T)
+    segments = (Segment(PolicyVersion(3), 0, 1), Segment(PolicyVersion(2), 1, tokens))
+    mixed = dataclasses.replace(
+        plain,
+        session=SessionId(GroupId(1), 1),
+        loss_mask_T=np.arange(tokens, dtype=np.uint8) % 2,
+        logprobs_T=np.arange(2 * tokens, dtype=np.float32)[::2],
+        response_ids_T=np.arange(tokens, dtype=">i4"),
+        segments=segments,
+    )
+    store.sessions_done([FinishedSession(one, 0.5, {}) for one in (plain, mixed)])
+    store.flush(1)
+    state, _ = read_experience(storage)
+    done = state.groups[GroupId(1)].settled(1)
+    record = done.batch.record
+    assert record.tokens == (tokens, tokens // 2)
+    assert (record.first_versions[done.row], done.last_version) == (2, 3)
+    assert done.batch.payload is not None
+    reader = PayloadReader(storage)
+    read = reader.trajectory(done.batch.payload, row=done.row, session=mixed.session)
+    assert read.segments == segments
+    for name in ("response_ids_T", "logprobs_T", "loss_mask_T"):
+        np.testing.assert_array_equal(getattr(read, name), getattr(mixed, name))
 
 
 def test_a_record_with_an_illegal_session_does_not_count(

@@ -159,11 +159,11 @@ def test_sessions_of_workers_and_of_the_own_process_share_a_record(
     ("change", "error"),
     [
         ({"reward": float("nan")}, TrainingError),
-        ({"parts": {"right": np.float32(1)}}, TypeError),
+        ({"parts": {"right": "very"}}, ValueError),
         ({"logprobs_T": np.zeros(4)}, TypeError),
         ({"segments": ()}, TrainingError),
         ({"session": SessionId(GroupId(0), True)}, TypeError),
-        ({"parts": {"right": None}}, ValueError),
+        ({"parts": {"right": None}}, TypeError),
     ],
 )
 def test_what_cannot_be_logged_is_refused_and_nothing_else_is(

@@ -98,6 +98,15 @@ def test_log_arrays_are_views_of_the_given_memory() -> None:
     assert (found.ctypes.data - memory.ctypes.data) % 64 == 0
 
 
+@pytest.mark.parametrize("rows", [5, 16])
+def test_log_pieces_that_are_not_contiguous_are_copied_in_order(rows: int) -> None:
+    table = np.arange(rows * 8, dtype=np.int64).reshape(rows, 8)
+    pieces = [table[:, ::2], table[:, 1::2]]
+    record = prepare_record(RecordType.TRAJECTORIES, key="k", fields={}, arrays={"a": pieces})
+    plain = {"a": [np.ascontiguousarray(piece) for piece in pieces]}
+    assert record == prepare_record(RecordType.TRAJECTORIES, key="k", fields={}, arrays=plain)
+
+
 def test_log_prepared_record_keeps_no_hold_on_the_arrays() -> None:
     array = np.arange(4, dtype=np.int32)
     record = prepare_record(RecordType.TRAJECTORIES, key="k", fields={}, arrays={"a": [array]})

@@ -137,6 +137,19 @@ class SessionsDone:
     def key(self) -> str:
         return f"sessions_done/{self.sessions[0].key()}"
 
+    def part(self, rows: slice) -> SessionsDone:
+        """Some of the rows."""
+        return SessionsDone(
+            self.sessions[rows],
+            self.rewards[rows],
+            self.stop_reasons[rows],
+            self.tokens[rows],
+            self.first_versions[rows],
+            self.last_versions[rows],
+            self.parts[rows],
+            self.payload,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class GroupSettled:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
 from perdure.core.records import ControlRecord, GroupSettled, Partials, SessionsDone
-from perdure.core.trajectories import Trajectory
+from perdure.experience.columns import LooseTrajectories, joined_columns
 from perdure.experience.format import prepare_record, prepare_referring_record
 from perdure.experience.packed import PackedTrajectories
-from perdure.experience.payloads import (
-    Payload,
-    TrajectoryColumns,
-    columns_payload,
-    trajectory_columns,
-)
+from perdure.experience.payloads import Payload, columns_payload
 
 MAX_SESSIONS = 1024
 """Sessions in one record, at most."""
@@ -34,7 +30,7 @@ class Entry:
 
     Attributes:
         trajectories: Of a ``SessionsDone`` without payload: what its payload is to be made of, row
-            by row; ``require_encodable`` has passed them.
+            by row.
         ref: Where the payload lies; set before the future of the append resolves.
         first_row: Row of the payload at which those of this entry begin; set like ``ref``.
         position: End of the control record in the control log; set like ``ref``.
@@ -42,7 +38,7 @@ class Entry:
 
     control: ControlRecord | None
     payload: Payload | None = None
-    trajectories: Sequence[Trajectory] | PackedTrajectories = ()
+    trajectories: LooseTrajectories | PackedTrajectories | None = None
     ref: PayloadRef | None = None
     first_row: int = 0
     position: LogPosition | None = None
@@ -90,7 +86,7 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
             raise ValueError("an entry has a control record, a payload, or both")
         records = Records(None, payload.record)
         return PreparedEntry(entry, payload.key, len(payload.record), records)
-    if entry.trajectories:
+    if entry.trajectories is not None:
         return _prepare_sessions(entry, control)
     key = control.key()
     if payload is None:
@@ -116,7 +112,7 @@ def pack_entries(items: Sequence[PreparedEntry]) -> list[PackedEntries]:
                 some = []
             packed.append(PackedEntries((item.entry,), item.records))
             continue
-        more = len(item.entry.trajectories)
+        more = len(_trajectories(item.entry))
         if some and (rows + more > MAX_SESSIONS or size + item.size > MAX_BYTES):
             _close(packed, some, place)
             some = []
@@ -136,15 +132,15 @@ def _close(packed: list[PackedEntries], entries: list[Entry], place: int) -> Non
 
 
 def _prepare_sessions(entry: Entry, control: ControlRecord) -> PreparedEntry:
+    trajectories = _trajectories(entry)
     assert isinstance(control, SessionsDone)
-    assert len(control.sessions) == len(entry.trajectories)
-    return PreparedEntry(entry, control.key(), _nbytes(entry.trajectories), None)
+    assert len(control.sessions) == len(trajectories)
+    return PreparedEntry(entry, control.key(), trajectories.nbytes, None)
 
 
-def _nbytes(trajectories: Sequence[Trajectory] | PackedTrajectories) -> int:
-    if isinstance(trajectories, PackedTrajectories):
-        return trajectories.nbytes
-    return sum([trajectory.nbytes for trajectory in trajectories])
+def _trajectories(entry: Entry) -> LooseTrajectories | PackedTrajectories:
+    assert entry.trajectories is not None
+    return entry.trajectories
 
 
 def _encode_sessions(entries: Sequence[Entry]) -> Records:
@@ -155,42 +151,34 @@ def _encode_sessions(entries: Sequence[Entry]) -> Records:
         assert isinstance(entry.control, SessionsDone)
         controls.append(entry.control)
         entry.first_row = rows
-        rows += len(entry.trajectories)
-    payload = columns_payload(_columns(entries))
-    return Records(_referring(_joined(controls)), payload.record)
-
-
-def _columns(entries: Sequence[Entry]) -> list[TrajectoryColumns]:
-    """What makes up the payload: neighbours that are not packed yet are packed together."""
-    columns: list[TrajectoryColumns] = []
-    loose: list[Trajectory] = []
-    for entry in entries:
-        if not isinstance(entry.trajectories, PackedTrajectories):
-            loose += entry.trajectories
-            continue
-        if loose:
-            columns.append(trajectory_columns(loose))
-            loose = []
-        columns.append(entry.trajectories.columns)
-    if loose:
-        columns.append(trajectory_columns(loose))
-    return columns
-
-
-def _joined(records: Sequence[SessionsDone]) -> SessionsDone:
-    """The rows of all records in one."""
-    if len(records) == 1:
-        return records[0]
-    return SessionsDone(
-        sessions=tuple([value for record in records for value in record.sessions]),
-        rewards=tuple([value for record in records for value in record.rewards]),
-        stop_reasons=tuple([value for record in records for value in record.stop_reasons]),
-        tokens=tuple([value for record in records for value in record.tokens]),
-        first_versions=tuple([value for record in records for value in record.first_versions]),
-        last_versions=tuple([value for record in records for value in record.last_versions]),
-        parts=tuple([value for record in records for value in record.parts]),
-        payload=records[0].payload,
+        rows += len(entry.control.sessions)
+    columns = joined_columns([_trajectories(entry).columns for entry in entries])
+    control = prepare_referring_record(
+        SessionsDone.type,
+        key=controls[0].key(),
+        fields=_sessions_done_fields(controls, columns.fields),
     )
+    return Records(control, columns_payload(columns).record)
+
+
+def _sessions_done_fields(
+    controls: Sequence[SessionsDone], columns: Mapping[str, object]
+) -> dict[str, object]:
+    """What ``record_fields`` would give of the rows of all records in one, without making it."""
+    return {
+        "sessions": columns["sessions"],
+        "rewards": _joined([control.rewards for control in controls]),
+        "stop_reasons": columns["stop_reasons"],
+        "tokens": _joined([control.tokens for control in controls]),
+        "first_versions": _joined([control.first_versions for control in controls]),
+        "last_versions": _joined([control.last_versions for control in controls]),
+        "parts": _joined([control.parts for control in controls]),
+        "payload": None,
+    }
+
+
+def _joined(columns: Sequence[tuple[object, ...]]) -> list[object]:
+    return list(chain.from_iterable(columns))
 
 
 def _referring(control: ControlRecord) -> bytearray:

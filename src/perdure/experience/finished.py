@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from perdure.core.errors import TrainingError
-from perdure.core.ids import IncarnationNumber, PayloadRef
+from perdure.core.ids import IncarnationNumber, PayloadRef, PolicyVersion
+from perdure.core.record_types import StopReason
 from perdure.core.records import SessionsDone
-from perdure.core.trajectories import Trajectory
+from perdure.core.trajectories import Array, Trajectory
 from perdure.experience import entries
+from perdure.experience.columns import (
+    LooseTrajectories,
+    are_plain,
+    row_bytes,
+    trajectory_columns,
+)
 from perdure.experience.entries import Entry
+from perdure.experience.format import joined
 from perdure.experience.packed import PackedTrajectories
 from perdure.experience.payloads import require_encodable
 
+_Rows = TypeVar("_Rows", LooseTrajectories, PackedTrajectories)
 NOT_PLACED = PayloadRef(IncarnationNumber(0), 0, 0, 0, 0)
 
 
@@ -34,11 +45,11 @@ class FinishedSession(NamedTuple):
     parts: Mapping[str, float]
 
 
-class PackedSessions(NamedTuple):
+class PackedSessions(NamedTuple, Generic[_Rows]):
     """Sessions as columns; the record's ``payload`` is a placeholder."""
 
     record: SessionsDone
-    trajectories: PackedTrajectories
+    trajectories: _Rows
 
     def unpacked(self) -> list[FinishedSession]:
         """The same, one by one."""
@@ -52,7 +63,22 @@ class PackedSessions(NamedTuple):
         )
 
 
-def packed_entry(sessions: PackedSessions) -> Entry | None:
+def pack_sessions(sessions: Sequence[FinishedSession]) -> PackedSessions[LooseTrajectories]:
+    """Sessions, of which there are some, as columns. The arrays are not copied.
+
+    Raises:
+        TrainingError, TypeError, ValueError: As :func:`require_loggable`.
+    """
+    with contextlib.suppress(AttributeError, TypeError, ValueError):
+        packed = _pack(sessions)
+        if _are_well(sessions, packed):
+            return packed
+    for session in sessions:
+        require_loggable(session)
+    return _pack(sessions)
+
+
+def packed_entry(sessions: PackedSessions[PackedTrajectories]) -> Entry | None:
     """The sessions as one entry; None if a record cannot hold them."""
     rows = sessions.trajectories
     fits = len(rows) <= entries.MAX_SESSIONS and rows.nbytes <= entries.MAX_BYTES
@@ -88,36 +114,78 @@ def require_loggable(session: FinishedSession) -> None:
         )
 
 
-def session_entries(sessions: Iterable[FinishedSession]) -> list[Entry]:
+def session_entries(sessions: PackedSessions[LooseTrajectories]) -> list[Entry]:
     """Entries with the sessions in order, none above the limits of a record."""
-    return [_entry(some) for some in _portions(sessions)]
+    record, rows = sessions
+    if len(rows) <= entries.MAX_SESSIONS and rows.nbytes <= entries.MAX_BYTES:
+        return [Entry(record, trajectories=rows)]
+    portions = _portions(row_bytes(rows.columns.fields))
+    return [Entry(record.part(some), trajectories=rows.part(some)) for some in portions]
 
 
-def _portions(sessions: Iterable[FinishedSession]) -> Iterator[list[FinishedSession]]:
-    some: list[FinishedSession] = []
-    size = 0
-    for session in sessions:
-        more = session.trajectory.nbytes
-        if some and (size + more > entries.MAX_BYTES or len(some) == entries.MAX_SESSIONS):
-            yield some
-            some, size = [], 0
-        some.append(session)
+def _are_well(
+    sessions: Sequence[FinishedSession], packed: PackedSessions[LooseTrajectories]
+) -> bool:
+    """Whether nothing is wrong with any session: a quick answer for the many that are well."""
+    names = set(chain.from_iterable(packed.record.parts))
+    "".join(names).encode()  # raises what suits
+    return (
+        set(map(type, packed.record.stop_reasons)) == {StopReason}
+        and all(map(math.isfinite, [session.reward for session in sessions]))
+        and are_plain(packed.trajectories.columns)
+    )
+
+
+def _portions(sizes: Sequence[int]) -> Iterator[slice]:
+    """Rows that a record can hold, neighbours together."""
+    start = size = 0
+    for row, more in enumerate(sizes):
+        full = size + more > entries.MAX_BYTES or row - start == entries.MAX_SESSIONS
+        if full and row > start:
+            yield slice(start, row)
+            start, size = row, 0
         size += more
-    if some:
-        yield some
+    yield slice(start, len(sizes))
 
 
-def _entry(sessions: Sequence[FinishedSession]) -> Entry:
-    trajectories = [session.trajectory for session in sessions]
-    versions = [t.version_range() for t in trajectories]
+def _pack(sessions: Sequence[FinishedSession]) -> PackedSessions[LooseTrajectories]:
+    trajectories, rewards, parts = zip(*sessions, strict=True)
+    columns = trajectory_columns(trajectories)
+    fields, arrays = columns
+    lowest, highest = _versions(fields["segments"])
     record = SessionsDone(
         sessions=tuple([t.session for t in trajectories]),
-        rewards=tuple([float(session.reward) for session in sessions]),
+        rewards=tuple(map(float, rewards)),
         stop_reasons=tuple([t.stop_reason for t in trajectories]),
-        tokens=tuple([int(np.count_nonzero(t.loss_mask_T.view(np.bool_))) for t in trajectories]),
-        first_versions=tuple([first for first, _ in versions]),
-        last_versions=tuple([last for _, last in versions]),
-        parts=tuple([{n: float(v) for n, v in session.parts.items()} for session in sessions]),
+        tokens=tuple(generated_tokens(arrays["loss_mask"], fields["response_tokens"])),
+        first_versions=tuple(lowest),
+        last_versions=tuple(highest),
+        parts=tuple(_parts(parts)),
         payload=NOT_PLACED,
     )
-    return Entry(record, trajectories=trajectories)
+    return PackedSessions(record, LooseTrajectories(trajectories, columns))
+
+
+def _parts(parts: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """Copies; numbers of any kind become plain ones."""
+    if set(map(type, chain.from_iterable([one.values() for one in parts]))) <= {float}:
+        return list(map(dict[str, float], parts))
+    return [{name: float(value) for name, value in one.items()} for one in parts]
+
+
+def _versions(segments: Sequence[Any]) -> tuple[list[PolicyVersion], list[PolicyVersion]]:
+    """Lowest and highest version of each row."""
+    if set(map(len, segments)) == {1}:
+        versions = [version for ((version, _, _),) in segments]
+        return versions, versions
+    every = [[version for version, _, _ in some] for some in segments]
+    return list(map(min, every)), list(map(max, every))
+
+
+def generated_tokens(masks: Sequence[Array], lengths: Sequence[int]) -> Sequence[int]:
+    """How many tokens of each row, so many in all, are the policy's own. Masks in any pieces."""
+    if joined(masks) == bytearray(b"\1") * sum(lengths):
+        return lengths
+    flags = np.concatenate(masks).view(np.bool_)
+    ends = list(accumulate(lengths, initial=0))
+    return [int(np.count_nonzero(flags[start:end])) for start, end in pairwise(ends)]

@@ -7,6 +7,7 @@ without encoding anything again.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -97,7 +98,7 @@ def prepare_record(
     laid = [_lay_out(name, pieces) for name, pieces in arrays.items()]
     open_fields = _pack({**fields, "arrays": None})[:-1]
     packed = open_fields + _list_arrays(laid, len(open_fields))
-    pieces: list[bytes | memoryview] = []
+    pieces: list[bytes | Array] = []
     for array in laid:
         pieces += array.pieces
         pieces.append(padding(array.size))
@@ -219,15 +220,24 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
     return arrays
 
 
-def _join(
-    record_type: int, key: str, packed: bytes, arrays: Sequence[bytes | memoryview]
-) -> bytearray:
-    record = bytearray().join((_ZEROS, packed, padding(len(packed)), *arrays))
+def _join(record_type: int, key: str, packed: bytes, arrays: Sequence[bytes | Array]) -> bytearray:
+    record = joined((_ZEROS, packed, padding(len(packed)), *arrays))
     _HEAD.pack_into(
         record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(packed)
     )
     _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
     return record
+
+
+def joined(pieces: Sequence[bytes | Array]) -> bytearray:
+    """The bytes of all pieces, one behind the other."""
+    buffers = cast("Sequence[bytes]", pieces)  # the types of numpy do not tell that arrays are such
+    try:
+        return bytearray().join(buffers)
+    except TypeError:
+        # To look beforehand at whether every piece is contiguous would take longer than to copy it.
+        plain = [p if isinstance(p, bytes) else np.ascontiguousarray(p) for p in pieces]
+        return bytearray().join(cast("Sequence[bytes]", plain))
 
 
 def padding(length: int) -> bytes:
@@ -239,25 +249,20 @@ class _LaidOut(NamedTuple):
     """An array to be written: what the listing says of it, its bytes, and their number."""
 
     listed: bytes
-    pieces: list[memoryview]
+    pieces: Sequence[Array]
     size: int
 
 
 def _lay_out(name: str, pieces: Sequence[Array]) -> _LaidOut:
     first = pieces[0]
     dtype = first.dtype.newbyteorder("<")
-    plain = [p if p.flags.c_contiguous and p.dtype == dtype else _plain(p, dtype) for p in pieces]
+    if [piece.dtype for piece in pieces].count(dtype) < len(pieces):
+        pieces = [piece.astype(dtype, casting="equiv", copy=False) for piece in pieces]
     shape = first.shape
     if len(pieces) > 1:
         shape = (sum(map(len, pieces)), *shape[1:])
-    size = sum([piece.nbytes for piece in plain])
     listed = _ARRAY_OF_5 + _pack([name, dtype.str, shape])[1:]
-    return _LaidOut(listed, [piece.data for piece in plain], size)
-
-
-def _plain(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Little-endian and contiguous."""
-    return np.asarray(array.astype(dtype, casting="equiv", copy=False), order="C")
+    return _LaidOut(listed, pieces, math.prod(shape) * dtype.itemsize)
 
 
 def _list_arrays(arrays: Sequence[_LaidOut], open_length: int) -> bytes:

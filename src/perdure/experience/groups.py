@@ -119,6 +119,17 @@ class GroupTable:
         retired = self.retired.get(session.group)
         return retired is not None and retired.has(session.index)
 
+    def any_settled(self, sessions: Sequence[tuple[GroupId, int]]) -> bool:
+        """Whether one of them, as groups and indexes, is settled, or comes twice."""
+        once = set(sessions)
+        if len(once) < len(sessions):
+            return True
+        groups, _ = zip(*once, strict=True)
+        live = list(map(self.live.get, set(groups)))
+        if all(group is not None and not group.rewards for group in live):
+            return False
+        return any(self.is_settled(SessionId(group, index)) for group, index in once)
+
     # Each of the methods below validates everything before it changes anything.
 
     def submit(self, record: Submitted) -> None:
@@ -159,20 +170,16 @@ class GroupTable:
 
     def sessions_done(self, batch: SessionBatch) -> bool:
         """Rewards of sessions are settled; False if those of all of them were before."""
-        sessions, versions = batch.record.sessions, batch.record.last_versions
-        fresh: list[tuple[Group, int, int]] = []
-        for row, session in enumerate(sessions):
-            if not self.is_settled(session):
-                fresh.append((self.require_open(session), session.index, row))
-        if len({(id(group), index) for group, index, _ in fresh}) < len(fresh):
-            raise _illegal(sessions[0].group, "a session occurs twice in one record")
-        newest = self.newest_version
-        for group, index, row in fresh:
+        record = batch.record
+        fresh = self._unsettled(record.sessions)
+        newest = [self.newest_version]
+        for number, rows in fresh.items():
+            group = self.live[number]
             if group.state is not GroupState.RUNNING:
                 self._move(group, GroupEvent.PROGRESS)
-            group.settle(index, batch, row)
-            newest = max(newest, versions[row])
-        self.newest_version = newest
+            group.settle(batch, rows)
+            newest += [record.last_versions[row] for row in rows.values()]
+        self.newest_version = max(newest)
         return bool(fresh)
 
     def unfinished(self, session: SessionId) -> Unfinished:
@@ -206,6 +213,31 @@ class GroupTable:
         """A session starts again from its prompt."""
         self.unfinished(record.session).require_next(record)
         self._begin(record.session).restart()
+
+    def _unsettled(self, sessions: Sequence[SessionId]) -> dict[GroupId, dict[int, int]]:
+        """Group → session index → place among the sessions, of those that are not settled.
+
+        Raises:
+            LifecycleError: A group is not open, or has no such session; or one occurs twice.
+        """
+        placed: dict[GroupId, dict[int, int]] = {}
+        for row, session in enumerate(sessions):
+            rows = placed.get(session.group)
+            if rows is None:
+                rows = placed[session.group] = {}
+            rows[session.index] = row
+        if sum(map(len, placed.values())) < len(sessions):
+            raise _illegal(sessions[0].group, "a session occurs twice in one record")
+        fresh: dict[GroupId, dict[int, int]] = {}
+        for number, rows in placed.items():
+            live = self.live.get(number)
+            if live is None or live.rewards:
+                rows = {i: row for i, row in rows.items() if not self.is_settled(sessions[row])}
+            if rows:
+                for index in (min(rows), max(rows)):
+                    self.require_open(sessions[rows[index]])
+                fresh[number] = rows
+        return fresh
 
     def settle(self, record: GroupSettled) -> None:
         """A group becomes terminal."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from perdure.core.ids import SessionId
 from perdure.core.trajectories import Trajectory
-from perdure.experience.payloads import TrajectoryColumns, trajectory_in_row
+from perdure.experience.columns import TrajectoryColumns
+from perdure.experience.payloads import trajectory_in_row
 
 
 class PackedTrajectories:

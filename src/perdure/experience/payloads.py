@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,20 +14,14 @@ from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
+from perdure.experience.columns import IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
 from perdure.experience.format import parse_record, prepare_record, record_arrays, record_body
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
 
-MAX_NUMBER = 2**62
-"""Highest id, version or count in a record; what counts on from it still fits."""
 _MAX_BYTES = 2**32 - 2**20
-_FEW = 2**27
-"""So many tokens certainly fit into a record."""
 _MAX_MAPS = 64
 _MAX_PARSED = 16
-IDS = np.dtype("<i4")
-LOGPROBS = np.dtype("<f4")
-MASK = np.dtype("|u1")
 
 
 class Payload(NamedTuple):
@@ -46,32 +40,8 @@ def require_encodable(trajectory: Trajectory) -> None:
         ValueError: A record would take 4 GiB or more, or a number is negative or above
             ``MAX_NUMBER``.
     """
-    if not _is_plain(trajectory):
-        _require_arrays(trajectory)
-        _require_numbers(trajectory)
-
-
-def _is_plain(trajectory: Trajectory) -> bool:
-    """Whether nothing is wrong: a quick answer for the many that are well."""
-    prompt, response = trajectory.prompt_ids_P, trajectory.response_ids_T
-    logprobs, mask = trajectory.logprobs_T, trajectory.loss_mask_T
-    session = trajectory.session
-    return (
-        prompt.dtype is response.dtype is IDS
-        and logprobs.dtype is LOGPROBS
-        and mask.dtype is MASK
-        and prompt.ndim == response.ndim == logprobs.ndim == mask.ndim == 1
-        and len(prompt) + len(response) < _FEW
-        and _is_number(session.group)
-        and _is_number(session.index)
-        and type(trajectory.stop_reason) is StopReason
-        and all(type(s.start) is type(s.end) is int for s in trajectory.segments)
-        and all(_is_number(s.version) for s in trajectory.segments)
-    )
-
-
-def _is_number(value: int) -> bool:
-    return type(value) is int and 0 <= value <= MAX_NUMBER
+    _require_arrays(trajectory)
+    _require_numbers(trajectory)
 
 
 def _require_arrays(trajectory: Trajectory) -> None:
@@ -120,44 +90,14 @@ def numbers_of(segments: Iterable[Segment]) -> Iterator[int]:
         yield from (segment.version, segment.start, segment.end)
 
 
-class TrajectoryColumns(NamedTuple):
-    """A record with a row for each trajectory: its fields by row, its arrays in pieces."""
-
-    fields: Mapping[str, Sequence[Any]]
-    arrays: Mapping[str, Sequence[Array]]
-
-
-def columns_payload(columns: Sequence[TrajectoryColumns]) -> Payload:
-    """The payload record of all their rows. The arrays are copied."""
-    fields, arrays = columns[0]
-    if len(columns) > 1:
-        fields = {name: [row for one in columns for row in one.fields[name]] for name in fields}
-        arrays = {name: [piece for one in columns for piece in one.arrays[name]] for name in arrays}
+def columns_payload(columns: TrajectoryColumns) -> Payload:
+    """The payload record of these rows. The arrays are copied."""
+    fields, arrays = columns
     group, index = fields["sessions"][0]
     key = f"trajectories/{SessionId(group, index).key()}"
     return Payload(
         key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
     )
-
-
-def trajectory_columns(trajectories: Sequence[Trajectory]) -> TrajectoryColumns:
-    """The columns of trajectories that :func:`require_encodable` has passed."""
-    prompts = [t.prompt_ids_P for t in trajectories]
-    responses = [t.response_ids_T for t in trajectories]
-    fields: dict[str, list[Any]] = {
-        "sessions": [(t.session.group, t.session.index) for t in trajectories],
-        "prompt_tokens": list(map(len, prompts)),
-        "response_tokens": list(map(len, responses)),
-        "segments": [[(s.version, s.start, s.end) for s in t.segments] for t in trajectories],
-        "stop_reasons": [t.stop_reason.value for t in trajectories],
-    }
-    arrays = {
-        "prompt_ids": prompts,
-        "response_ids": responses,
-        "logprobs": [t.logprobs_T for t in trajectories],
-        "loss_mask": [t.loss_mask_T for t in trajectories],
-    }
-    return TrajectoryColumns(fields, arrays)
 
 
 def trajectory_in_row(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,13 +83,15 @@ class Group:
         number, row = divmod(self._rows[index], _ROWS)
         return SettledSession(self._batches[number], row)
 
-    def settle(self, index: int, batch: SessionBatch, row: int) -> None:
-        """A session is done."""
-        if not self._batches or self._batches[-1] is not batch:
-            self._batches.append(batch)
-        self._rows[index] = (len(self._batches) - 1) * _ROWS + row
-        self.rewards[index] = batch.record.rewards[row]
-        self.unfinished.pop(index, None)
+    def settle(self, batch: SessionBatch, rows: Mapping[int, int]) -> None:
+        """Sessions are done: index → row of the batch."""
+        first = len(self._batches) * _ROWS
+        self._batches.append(batch)
+        self._rows.update({index: first + row for index, row in rows.items()})
+        rewards = batch.record.rewards
+        self.rewards.update({index: rewards[row] for index, row in rows.items()})
+        for index in self.unfinished.keys() & rows.keys():
+            del self.unfinished[index]
 
     def contradicts(self, record: ToolResult) -> bool:
         """Whether the call, of the newest attempt, had another result."""

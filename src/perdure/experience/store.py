@@ -49,6 +49,7 @@ from perdure.core.trajectories import (
 from perdure.experience.appender import Appender
 from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import Claim, RunInfo
+from perdure.experience.columns import LooseTrajectories
 from perdure.experience.continuation import (
     Begun,
     Continuations,
@@ -57,12 +58,13 @@ from perdure.experience.continuation import (
 from perdure.experience.finished import (
     FinishedSession,
     PackedSessions,
+    pack_sessions,
     packed_entry,
-    require_loggable,
     session_entries,
 )
 from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import OPEN, GroupState
+from perdure.experience.packed import PackedTrajectories
 from perdure.experience.partials import partial_entries, require_loggable_delta
 from perdure.experience.payloads import PayloadReader
 from perdure.experience.prompt_group import Group
@@ -174,26 +176,26 @@ class ExperienceStore:
             LifecycleError: A session is unknown or its group is terminal. Of more than
                 ``MAX_SESSIONS``, or more than ``MAX_BYTES`` of arrays, those in front may count.
         """
-        for session in sessions:
-            require_loggable(session)
+        packed = pack_sessions(sessions) if sessions else None
         self._appender.wait_for_room()
         with self._lock:
-            fresh: dict[SessionId, FinishedSession] = {}
-            for session in sessions:
-                if not self.state.table.is_settled(session.trajectory.session):
-                    fresh.setdefault(session.trajectory.session, session)
-            return self._appender.append_sessions(session_entries(fresh.values()), settled=settled)
+            if packed is not None and self._have_settled(packed):
+                fresh: dict[SessionId, FinishedSession] = {}
+                for session in sessions:
+                    if not self.state.table.is_settled(session.trajectory.session):
+                        fresh.setdefault(session.trajectory.session, session)
+                packed = pack_sessions(list(fresh.values())) if fresh else None
+            entries = [] if packed is None else session_entries(packed)
+            return self._appender.append_sessions(entries, settled=settled)
 
     def packed_sessions_done(
-        self, sessions: PackedSessions, *, settled: Sequence[GroupSettled] = ()
+        self, sessions: PackedSessions[PackedTrajectories], *, settled: Sequence[GroupSettled] = ()
     ) -> Future[LogPosition]:
         """As :meth:`sessions_done`, of sessions that were checked when they were packed."""
         self._appender.wait_for_room()
-        ids = sessions.record.sessions
         entry = packed_entry(sessions)
         with self._lock:
-            known = any(map(self.state.table.is_settled, ids)) or len(set(ids)) < len(ids)
-            if entry is not None and not known:
+            if entry is not None and not self._have_settled(sessions):
                 return self._appender.append_sessions([entry], settled=settled)
         return self.sessions_done(sessions.unpacked(), settled=settled)
 
@@ -472,6 +474,12 @@ class ExperienceStore:
         with self._lock:
             self.state.check()
             self._cache.check()
+
+    def _have_settled(
+        self, sessions: PackedSessions[LooseTrajectories] | PackedSessions[PackedTrajectories]
+    ) -> bool:
+        """Whether any of them is settled, or would be by an earlier one of them."""
+        return self.state.table.any_settled(sessions.trajectories.columns.fields["sessions"])
 
     def _trajectory(self, group: Group, index: int) -> Trajectory:
         session = SessionId(group.submitted.group, index)

@@ -6,7 +6,11 @@ from collections.abc import Iterable
 
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.trajectories import Trajectory
+from perdure.experience.columns import LooseTrajectories
 from perdure.experience.packed import PackedTrajectories
+
+_Rows = dict[int, Trajectory | PackedTrajectories]
+"""By session index. Plain numbers are looked up several times as fast as session ids."""
 
 
 class TrajectoryCache:
@@ -18,31 +22,45 @@ class TrajectoryCache:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._bytes = 0
-        self._waiting: dict[SessionId, Trajectory | PackedTrajectories] = {}
-        self._durable: dict[GroupId, dict[int, Trajectory | PackedTrajectories]] = {}
-        """By session index; groups in the order in which the first of it became durable."""
+        self._waiting: dict[GroupId, _Rows] = {}
+        self._durable: dict[GroupId, _Rows] = {}
+        """Groups in the order in which the first of their sessions became durable."""
 
-    def add(self, trajectories: Iterable[Trajectory] | PackedTrajectories) -> None:
-        """Hold trajectories that the log does not have yet."""
-        if isinstance(trajectories, PackedTrajectories):
-            self._waiting.update(dict.fromkeys(trajectories.sessions, trajectories))
-            self._bytes += trajectories.nbytes
-        else:
-            for trajectory in trajectories:
-                self._waiting[trajectory.session] = trajectory
-                self._bytes += trajectory.nbytes
+    def add(self, trajectories: LooseTrajectories | PackedTrajectories | None) -> None:
+        """Hold trajectories, if there are any, that the log does not have yet."""
+        if trajectories is None:
+            return
+        ids = trajectories.columns.fields["sessions"]
+        packed = isinstance(trajectories, PackedTrajectories)
+        rows = [trajectories] * len(ids) if packed else trajectories.rows
+        for (number, index), one in zip(ids, rows, strict=True):
+            group = self._waiting.get(number)
+            if group is None:
+                group = self._waiting[number] = {}
+            group[index] = one
+        self._bytes += trajectories.nbytes
         self._make_room()
 
     def get(self, session: SessionId) -> Trajectory | None:
-        durable = self._durable.get(session.group, {})
-        found = durable.get(session.index) or self._waiting.get(session)
-        return found.trajectory(session) if isinstance(found, PackedTrajectories) else found
+        for held in (self._durable, self._waiting):
+            found = held.get(session.group, {}).get(session.index)
+            if found is not None:
+                return found.trajectory(session) if isinstance(found, PackedTrajectories) else found
+        return None
 
     def allow_drop(self, sessions: Iterable[SessionId]) -> None:
         """The log has these: they may go when room is needed."""
+        number: GroupId | None = None
+        waiting: _Rows = {}
+        group: _Rows = {}
         for session in sessions:
-            group = self._durable.setdefault(session.group, {})
-            group[session.index] = self._waiting.pop(session)
+            if session.group != number:
+                number = session.group
+                waiting = self._waiting[number]
+                group = self._durable.setdefault(number, {})
+            group[session.index] = waiting.pop(session.index)
+            if not waiting:
+                del self._waiting[session.group]
         self._make_room()
 
     def drop(self, group: GroupId) -> None:
@@ -53,14 +71,15 @@ class TrajectoryCache:
 
     def check(self) -> None:
         """Assert that the byte count agrees with what is held, and the limit with what may go."""
-        held = {
-            SessionId(group, index): one
-            for group, some in self._durable.items()
+        held = [
+            (SessionId(group, index), one)
+            for groups in (self._durable, self._waiting)
+            for group, some in groups.items()
             for index, one in some.items()
-        }
-        assert not self._waiting.keys() & held.keys()
-        held |= self._waiting
-        assert sum(_nbytes(one, session) for session, one in held.items()) == self._bytes
+        ]
+        assert len({session for session, _ in held}) == len(held)
+        assert all(self._waiting.values())
+        assert sum([_nbytes(one, session) for session, one in held]) == self._bytes
         assert self._bytes <= self._limit or not self._durable
 
     def _make_room(self) -> None:

@@ -61,7 +61,6 @@ class _Batch:
 
     def __init__(self) -> None:
         self.entries: list[PreparedEntry] = []
-        self.keys: set[str] = set()
         self.size = 0
         self.future: Future[LogPosition] = Future()
         # Cancelling a wait must not cancel the appends of others.
@@ -99,6 +98,8 @@ class LogWriter:
         self._changed = threading.Condition(self._lock)
         self._urged = threading.Event()
         self._waiting: deque[_Batch] = deque()
+        self._batch_of: dict[str, _Batch] = {}
+        """Key of a record that is pending → its batch."""
         self._committing = _Batch()
         self._pending_bytes = 0
         self._last = self._committing
@@ -146,12 +147,12 @@ class LogWriter:
                 first = prepared[0].entry.control
                 assert isinstance(first, IncarnationStarted), "an incarnation starts first"
                 self._started = True
-            pending = [self._committing, *self._waiting]
-            fresh = [i for i in prepared if not any(i.key in batch.keys for batch in pending)]
+            fresh = [item for item in prepared if item.key not in self._batch_of]
             if not fresh:
                 # Batches are acknowledged in order: the newest covers the ones before it.
-                keys = {item.key for item in prepared}
-                return next(b for b in reversed(pending) if b.keys & keys).future
+                pending = (self._committing, *self._waiting)
+                batches = [self._batch_of[item.key] for item in prepared]
+                return next(batch for batch in reversed(pending) if batch in batches).future
             return self._enqueue(fresh)
 
     def _enqueue(self, fresh: list[PreparedEntry]) -> Future[LogPosition]:
@@ -162,7 +163,7 @@ class LogWriter:
             self._changed.notify_all()
         batch = self._waiting[-1]
         batch.entries += fresh
-        batch.keys.update([item.key for item in fresh])
+        self._batch_of.update(dict.fromkeys([item.key for item in fresh], batch))
         batch.size += size
         self._pending_bytes += size
         self._last = batch
@@ -302,7 +303,8 @@ class LogWriter:
         with self._lock:
             self._position = next((p for p in positions if p is not None), self._position)
             self._pending_bytes -= batch.size
-            batch.keys.clear()
+            for item in batch.entries:
+                self._batch_of.pop(item.key, None)
             self._changed.notify_all()
         batch.future.set_result(self._position)
         self._faults.reach(FaultPoint.LOG_ACKNOWLEDGED)

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
-
-import numpy as np
 
 from perdure.core.ids import GroupId, PolicyVersion, SessionId
 from perdure.core.record_codec import record_fields, record_from_fields
 from perdure.core.record_types import RecordType, StopReason
 from perdure.core.records import GroupSettled, SessionsDone
 from perdure.core.trajectories import Array
+from perdure.experience.columns import IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
 from perdure.experience.finished import (
     NOT_PLACED,
     FinishedSession,
     PackedSessions,
-    require_loggable,
+    generated_tokens,
+    pack_sessions,
 )
 from perdure.experience.packed import PackedTrajectories
-from perdure.experience.payloads import MAX_NUMBER, TrajectoryColumns, trajectory_columns
 from perdure.experience.remote.frames import MALFORMED, Frame, FrameType, make_frame
 
 _TRAJECTORY_COLUMNS = ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons")
 _ARRAYS = {
-    "prompt_ids": (np.dtype("<i4"), "prompt_tokens"),
-    "response_ids": (np.dtype("<i4"), "response_tokens"),
-    "logprobs": (np.dtype("<f4"), "response_tokens"),
-    "loss_mask": (np.dtype("|u1"), "response_tokens"),
+    "prompt_ids": (IDS, "prompt_tokens"),
+    "response_ids": (IDS, "response_tokens"),
+    "logprobs": (LOGPROBS, "response_tokens"),
+    "loss_mask": (MASK, "response_tokens"),
 }
 """Name → type, and the column that has the lengths of its rows."""
 _STOP_REASONS = {reason.value: reason for reason in StopReason}
@@ -38,7 +36,7 @@ _STOP_REASONS = {reason.value: reason for reason in StopReason}
 class AppendRequest(NamedTuple):
     """What a store is asked to append; the sessions may be missing."""
 
-    sessions: PackedSessions | None
+    sessions: PackedSessions[PackedTrajectories] | None
     settled: list[GroupSettled]
 
 
@@ -52,15 +50,12 @@ def sessions_frame(
         TypeError: An array is not of the type that the format gives it, or a value not a number.
         ValueError: The sessions take too much for one frame.
     """
-    for session in sessions:
-        require_loggable(session)
     fields: dict[str, object] = {"sessions": []}
     arrays: Mapping[str, Sequence[Array]] | None = None
     if sessions:
-        columns, arrays = trajectory_columns([session.trajectory for session in sessions])
-        fields = {**columns}
-        fields["rewards"] = [float(session.reward) for session in sessions]
-        fields["parts"] = [dict(session.parts) for session in sessions]
+        record, trajectories = pack_sessions(sessions)
+        columns, arrays = trajectories.columns
+        fields = {**columns, "rewards": record.rewards, "parts": record.parts}
     fields["settled"] = [record_fields(record) for record in settled]
     return make_frame(FrameType.SESSIONS, fields, arrays)
 
@@ -78,7 +73,7 @@ def read_request(frame: Frame) -> AppendRequest:
         raise ValueError(f"request {frame.number} is malformed: {error}") from error
 
 
-def _sessions(frame: Frame) -> PackedSessions:
+def _sessions(frame: Frame) -> PackedSessions[PackedTrajectories]:
     """The rows of a frame, checked.
 
     What is let in here is encoded again by the committing thread, whose failure is final.
@@ -96,7 +91,7 @@ def _sessions(frame: Frame) -> PackedSessions:
         sessions=tuple(ids),
         rewards=tuple(fields["rewards"]),
         stop_reasons=tuple([_STOP_REASONS[value] for value in fields["stop_reasons"]]),
-        tokens=tuple(_generated_tokens(arrays["loss_mask"], fields["response_tokens"])),
+        tokens=tuple(generated_tokens([arrays["loss_mask"]], fields["response_tokens"])),
         first_versions=tuple([first for first, _ in versions]),
         last_versions=tuple([last for _, last in versions]),
         parts=tuple(fields["parts"]),
@@ -157,13 +152,6 @@ def _version_range(
         raise ValueError(f"segments end at {end} of {length} tokens")
     versions = [PolicyVersion(version) for version, _, _ in segments]
     return min(versions), max(versions)
-
-
-def _generated_tokens(loss_mask: Array, lengths: Sequence[int]) -> list[int]:
-    """How many tokens of each row are the policy's own."""
-    flags = loss_mask.view(np.bool_)
-    ends = list(accumulate(lengths, initial=0))
-    return [int(np.count_nonzero(flags[start:end])) for start, end in pairwise(ends)]
 
 
 def _settled(listed: Sequence[dict[str, Any]]) -> list[GroupSettled]:
