@@ -1,6 +1,6 @@
 """Models: one transformer for learner and engine, its digest, Hugging Face checkpoints."""
 
-from perdure.models.digest import digest_weights, weights_of
+from perdure.models.digest import copied_weights, digest_weights, weights_of
 from perdure.models.transformer import (
     ModelConfig,
     Transformer,
@@ -13,6 +13,7 @@ __all__ = [
     "ModelConfig",
     "Transformer",
     "ValueModel",
+    "copied_weights",
     "digest_weights",
     "init_weights",
     "parameter_count",

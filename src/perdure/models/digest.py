@@ -17,6 +17,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def copied_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors or numpy arrays as tensors on the CPU that nobody else changes."""
+    return {name: torch.as_tensor(value).detach().cpu().clone() for name, value in weights.items()}
+
+
 def as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
     """The tensor as numpy, without copying on CPU; bfloat16 as its raw 16-bit patterns."""
     tensor = tensor.detach().cpu().contiguous()

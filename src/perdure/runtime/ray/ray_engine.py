@@ -1,0 +1,248 @@
+"""A rollout engine on a cluster, as seen from the controller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from perdure.core.errors import EngineLostError
+from perdure.core.ids import IncarnationNumber, PolicyVersion
+from perdure.core.rollout_api import (
+    NO_INCARNATION,
+    EngineCapabilities,
+    GenerationChunk,
+    GenerationRequest,
+    LossListener,
+    WeightFile,
+    Weights,
+)
+from perdure.models import ModelConfig
+from perdure.rollout import EngineOptions
+from perdure.rollout.embedded import NO_VERSION
+from perdure.runtime.ray.engine_actor import EngineHost
+from perdure.runtime.ray.object_store import stored_weights
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where an engine runs and how it is called there.
+
+    Attributes:
+        name: Of the actor; a later controller finds it by that.
+        group: Places kept for the run; None: anywhere.
+        bundle: Which of them.
+        cpus: Cores that the cluster keeps for it, and threads of its arithmetic.
+        gpus: Devices kept for it; may be a fraction.
+        heartbeat_s: Between two signs of life.
+        silence_timeout_s: Without one for so long it is lost.
+        start_timeout_s: Longest wait for a place and for its start.
+    """
+
+    name: str
+    group: PlacementGroup | None = None
+    bundle: int = 0
+    cpus: int = 1
+    gpus: float = 0.0
+    heartbeat_s: float = 1.0
+    silence_timeout_s: float = 8.0
+    start_timeout_s: float = 60.0
+
+
+class RayEngine:
+    """``core.rollout_api.RolloutEngine``; made by :meth:`start`, ends with :meth:`close`.
+
+    The actor lives on when its controller dies: the next one of the run finds it by name.
+    """
+
+    def __init__(self, actor: Any, options: EngineOptions, place: Placement) -> None:
+        self.capabilities = EngineCapabilities(
+            sleep_frees_memory=True, slots=options.slots, max_tokens=options.max_tokens
+        )
+        self.undelivered_tokens = 0
+        self._actor = actor
+        self._place = place
+        self._version = NO_VERSION
+        self._listeners: list[LossListener] = []
+        self._lost: EngineLostError | None = None
+        self._closed = False
+        self._ends: set[asyncio.Future[Any]] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, model_config: ModelConfig, options: EngineOptions, place: Placement
+    ) -> RayEngine:
+        """Find the actor of this name, or start it, and wait until it answers.
+
+        Raises:
+            EngineLostError: There is no place for it in time, or it died.
+        """
+        strategy = place.group and PlacementGroupSchedulingStrategy(
+            place.group, placement_group_bundle_index=place.bundle
+        )
+        # The cluster gives its arithmetic as many threads as it has cores.
+        actor: Any = (
+            ray.remote(EngineHost)
+            .options(
+                name=place.name,
+                scheduling_strategy=strategy or "DEFAULT",
+                lifetime="detached",
+                get_if_exists=True,
+                num_cpus=place.cpus,
+                num_gpus=place.gpus,
+                max_restarts=0,
+                max_concurrency=options.slots * 4 + 16,
+            )
+            .remote(model_config, options)
+        )
+        engine = cls(actor, options, place)
+        try:
+            async with asyncio.timeout(place.start_timeout_s):
+                await engine._call(actor.attach.remote())
+        except TimeoutError:
+            raise engine._lose(
+                f"has not started for {place.start_timeout_s:g} s: it waits for {place.cpus} CPUs"
+                + (f" and {place.gpus:g} GPUs" if place.gpus else "")
+            ) from None
+        engine._watch = asyncio.get_running_loop().create_task(engine._keep_watch())
+        return engine
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Version of the weights last acknowledged to this controller; -1 before the first."""
+        return self._version
+
+    async def pid(self) -> int:
+        """Of the actor's process, on its node."""
+        return await self._call(self._actor.pid.remote())
+
+    def on_loss(self, tell: LossListener) -> None:
+        self._listeners.append(tell)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk]:
+        """Stream the answer; see the contract."""
+        self._check_usable()
+        chunks = self._actor.generate.options(num_returns="streaming").remote(request)
+        ended = False
+        try:
+            while not ended:
+                chunk: GenerationChunk = await self._call(await self._call(anext(chunks)))
+                ended = chunk.stop_reason is not None
+                yield chunk
+        finally:
+            if not (ended or self._lost or self._closed):
+                ray.cancel(chunks)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        ids = None if request_ids is None else list(request_ids)
+        return await self._call(self._actor.abort.remote(ids))
+
+    async def pause(self) -> None:
+        await self._call(self._actor.pause.remote())
+
+    async def resume(self) -> None:
+        await self._call(self._actor.resume.remote())
+
+    async def sleep(self) -> None:
+        await self._call(self._actor.sleep.remote())
+
+    async def wake(self) -> None:
+        await self._call(self._actor.wake.remote())
+
+    async def load_weights(
+        self,
+        version: PolicyVersion,
+        weights: Weights,
+        *,
+        incarnation: IncarnationNumber = NO_INCARNATION,
+    ) -> str:
+        """Have the actor load them; see the contract."""
+        given = weights if isinstance(weights, WeightFile) else stored_weights(weights)
+        digest = await self._call(self._actor.load_weights.remote(version, given, incarnation))
+        self._version = version
+        return digest
+
+    async def close(self) -> None:
+        """End every stream with ``RuntimeError`` and the actor with it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._stop_watching()
+        self._end_calls(RuntimeError("the engine is closed"))
+        if self._lost is None:
+            ray.kill(self._actor)
+
+    async def leave(self) -> None:
+        """End every stream here and let the actor live, for the next controller of the run."""
+        if not self._closed:
+            self._closed = True
+            await self._stop_watching()
+            self._end_calls(RuntimeError("the engine is closed"))
+
+    async def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+
+    async def _keep_watch(self) -> None:
+        """Ask for a sign of life again and again. Runs until the engine is lost or closed."""
+        while self._lost is None:
+            try:
+                async with asyncio.timeout(self._place.silence_timeout_s):
+                    self.undelivered_tokens = await self._call(self._actor.ping.remote())
+            except TimeoutError:
+                self._lose(f"gives no sign of life for {self._place.silence_timeout_s:g} s")
+            except (EngineLostError, RuntimeError):
+                return
+            await asyncio.sleep(self._place.heartbeat_s)
+
+    async def _call(self, answer: Awaitable[Any]) -> Any:
+        """Wait for an answer, or for the end of the engine."""
+        self._check_usable()
+        call = asyncio.ensure_future(answer)
+        end = asyncio.get_running_loop().create_future()
+        self._ends.add(end)
+        try:
+            await asyncio.wait([call, end], return_when=asyncio.FIRST_COMPLETED)
+            return call.result() if call.done() else end.result()
+        except RayActorError as error:
+            raise self._lose("died or cannot be reached") from error
+        except RayTaskError as error:
+            raise error.cause from error
+        finally:
+            self._ends.discard(end)
+            end.cancel()
+            call.cancel()
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if self._lost is not None:
+            raise self._lost
+
+    def _lose(self, reason: str) -> EngineLostError:
+        """The actor is dead, or will be: nothing of it is waited for any more."""
+        if self._lost is None:
+            self._lost = EngineLostError(
+                f"engine actor {self._place.name} {reason}",
+                where="rollout engine",
+                rule="a lost engine's requests go on elsewhere",
+                way_out="see `ray status` and the logs of the node it ran on",
+            )
+            ray.kill(self._actor)
+            self._end_calls(self._lost)
+            for tell in self._listeners:
+                tell(self._lost)
+        return self._lost
+
+    def _end_calls(self, error: Exception) -> None:
+        for end in self._ends:
+            if not end.done():
+                end.set_exception(error)

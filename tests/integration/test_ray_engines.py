@@ -1,0 +1,221 @@
+"""Engines on a Ray cluster: same tokens, a killed one is left, and all outlive their controller."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import ray
+
+from perdure.core.errors import ConfigError, FencedError
+from perdure.core.ids import IncarnationNumber, PolicyVersion
+from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
+from perdure.models import ModelConfig, Transformer, digest_weights, init_weights, weights_of
+from perdure.publish import Publication
+from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool
+from perdure.runtime.ray.cluster import PoolPlan, give_back, join_cluster, reserve
+from perdure.runtime.ray.object_store import ObjectTransport
+from perdure.runtime.ray.ray_engine import Placement, RayEngine
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.xdist_group("ray"),
+    # Of the framework's own making.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+T = TypeVar("T")
+
+CONFIG = ModelConfig(
+    vocab_size=32,
+    max_positions=300,
+    hidden_size=16,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    intermediate_size=32,
+)
+OPTIONS = EngineOptions(slots=4, max_tokens=300, chunk_tokens=4, deterministic=True)
+PLAN = PoolPlan(engines=2)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A cluster of its own with four cores, whatever the machine has; gives its address."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        context = ray.init(
+            num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="perdure"
+        )
+        yield context.address_info["address"]
+        ray.shutdown()
+
+
+def run(main: Callable[[], Awaitable[T]]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(200):
+            return await main()
+
+    return asyncio.run(limited())
+
+
+def model() -> Transformer:
+    made = Transformer(CONFIG)
+    init_weights(made, 1)
+    return made
+
+
+async def load(engine: RolloutEngine, *, incarnation: int = 1) -> str:
+    weights = weights_of(model())
+    number = IncarnationNumber(incarnation)
+    return await engine.load_weights(PolicyVersion(1), weights, incarnation=number)
+
+
+async def answer(engine: RolloutEngine, index: int = 0, tokens: int = 40) -> list[int]:
+    request = GenerationRequest(
+        f"r{index}", (1, 2, 3), SamplingParams(max_new_tokens=tokens), (1, index)
+    )
+    return [token async for chunk in engine.generate(request) for token in chunk.token_ids.tolist()]
+
+
+async def _until(true: Callable[[], Awaitable[object]]) -> None:
+    while not await true():  # noqa: ASYNC110 - nobody tells
+        await asyncio.sleep(0.01)
+
+
+def _received(pool: EnginePool, tokens: int) -> Callable[[], Awaitable[bool]]:
+    async def received() -> bool:
+        return pool.counts.tokens_received >= tokens
+
+    return received
+
+
+def test_a_remote_engine_gives_the_tokens_of_an_embedded_one(cluster: str) -> None:
+    async def main() -> None:
+        engine = await RayEngine.start(CONFIG, OPTIONS, Placement("same-tokens"))
+        embedded = EmbeddedEngine(CONFIG, OPTIONS)
+        assert await load(engine) == await load(embedded) == digest_weights(weights_of(model()))
+        assert await answer(engine) == await answer(embedded)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await answer(engine)
+
+    run(main)
+
+
+def test_verbs_and_refusals_come_across(cluster: str) -> None:
+    async def main() -> None:
+        engine = await RayEngine.start(CONFIG, OPTIONS, Placement("verbs"))
+        await load(engine, incarnation=5)
+        with pytest.raises(FencedError):
+            await load(engine, incarnation=4)
+        with pytest.raises(ValueError, match="exceed"):
+            await answer(engine, tokens=10_000)
+        running = asyncio.create_task(answer(engine, tokens=290))
+        await _until(engine.abort)
+        assert len(await running) < 290
+        await engine.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            await answer(engine)
+        await engine.wake()
+        await load(engine, incarnation=5)
+        assert len(await answer(engine, tokens=7)) == 7
+        await engine.close()
+
+    run(main)
+
+
+def test_requests_of_a_killed_engine_go_on_elsewhere(cluster: str) -> None:
+    async def main() -> None:
+        engines = {
+            name: await RayEngine.start(CONFIG, OPTIONS, Placement(name)) for name in ("one", "two")
+        }
+        pool = EnginePool(engines)
+        weights = weights_of(model())
+        publication = Publication(pool, ObjectTransport())
+        await publication.publish(PolicyVersion(1), weights=weights, digest=digest_weights(weights))
+        embedded = EmbeddedEngine(CONFIG, OPTIONS)
+        await load(embedded)
+        expected = await asyncio.gather(*(answer(embedded, i, 200) for i in range(4)))
+        answers = [asyncio.create_task(answer(pool, i, 200)) for i in range(4)]
+        await _until(_received(pool, 40))
+        os.kill(await engines["one"].pid(), signal.SIGKILL)
+        assert await asyncio.gather(*answers) == expected
+        assert pool.counts.engines_lost == 1
+        assert [report.name for report in pool.describe() if "died" in report.reason] == ["one"]
+        await pool.close()
+
+    run(main)
+
+
+def test_an_engine_outlives_its_controller_and_serves_the_next(
+    cluster: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "controller.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "import ray\n"
+        "from test_ray_engines import CONFIG, OPTIONS, Placement, RayEngine, answer, load\n"
+        f"ray.init({cluster!r}, namespace='perdure', log_to_driver=False)\n"
+        "async def main():\n"
+        "    engine = await RayEngine.start(CONFIG, OPTIONS, Placement('survivor'))\n"
+        "    await load(engine, incarnation=3)\n"
+        "    print(await engine.pid(), flush=True)\n"
+        "    await answer(engine, 0, 290)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    controller = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        text=True,
+    )
+    assert controller.stdout is not None
+    first_pid = int(controller.stdout.readline())
+    controller.kill()
+    controller.wait()
+    controller.stdout.close()
+
+    async def main() -> None:
+        engine = await RayEngine.start(CONFIG, OPTIONS, Placement("survivor"))
+        assert await engine.pid() == first_pid
+        with pytest.raises(FencedError):
+            await load(engine, incarnation=2)
+        await load(engine, incarnation=4)
+        assert len(await answer(engine, 0, 9)) == 9
+        await engine.close()
+
+    run(main)
+
+
+def test_a_cluster_that_is_too_small_is_refused_at_once(cluster: str) -> None:
+    with pytest.raises(ConfigError, match="99 CPUs are needed, the cluster has 4"):
+        join_cluster(PoolPlan(engines=98))
+    with pytest.raises(ConfigError, match="1 GPUs are needed, the cluster has 0"):
+        join_cluster(PoolPlan(engines=1, gpus_per_engine=1.0))
+
+
+def test_places_are_kept_for_the_next_controller_and_refused_to_others(cluster: str) -> None:
+    async def main() -> None:
+        join_cluster(PLAN)
+        group = await reserve("run-a", PLAN, timeout_s=60)
+        assert (await reserve("run-a", PLAN, timeout_s=60)).id == group.id
+        with pytest.raises(ConfigError, match="no room for 3 CPUs"):
+            await reserve("run-b", PLAN, timeout_s=2)
+        give_back(group)
+        give_back(await reserve("run-b", PLAN, timeout_s=60))
+
+    run(main)
