@@ -205,7 +205,7 @@ class World:
         while True:
             await asyncio.sleep(float(self.rng.uniform(0.01, 1.0)))
             if self._store is not None:
-                self._store.urge()
+                self._store.commit_all()
 
     async def _kill_engines(self) -> None:
         while self.deaths:

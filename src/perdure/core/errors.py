@@ -116,6 +116,8 @@ class TrainingError(PerdureError):
 class InfrastructureError(TrainingError):
     """An engine, a tool or a connection failed: the same work may succeed when it is repeated."""
 
+    exit_code = 14
+
 
 class EngineLostError(InfrastructureError):
     """A rollout engine is gone or silent, or none serves: infrastructure, worth another try."""

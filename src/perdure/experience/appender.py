@@ -70,8 +70,16 @@ class Appender:
         with self.lock:
             self.place_acknowledged()
             self.require_healthy()
-            last = self._last()
             self._writer.urge()
+            return self._last()
+
+    def commit_all(self) -> Future[LogPosition]:
+        """As :meth:`urge`; a log without a thread of its own is committed before this returns."""
+        with self.lock:
+            self.place_acknowledged()
+            self.require_healthy()
+            last = self._last()
+            self._writer.commit_all()
             return last
 
     def require_healthy(self) -> None:

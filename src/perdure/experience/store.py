@@ -433,11 +433,12 @@ class ExperienceStore:
                 self._cache.drop(group)
 
     def urge(self) -> Future[LogPosition]:
-        """Commit without lingering; resolves when everything appended so far is acknowledged.
-
-        A log without a thread of its own is committed before this returns.
-        """
+        """Commit without lingering; resolves when everything appended so far is acknowledged."""
         return self._appender.urge()
+
+    def commit_all(self) -> Future[LogPosition]:
+        """As :meth:`urge`; a log without a thread of its own is committed before this returns."""
+        return self._appender.commit_all()
 
     def note_acknowledged(self) -> None:
         """Place what has become durable since.

@@ -181,7 +181,7 @@ class LogWriter:
         """
         if self._fits(size):
             return
-        self.urge()
+        self.commit_all()
         if self._thread is None:
             return
         timeout_s = self._options.stall_timeout_s
@@ -191,10 +191,14 @@ class LogWriter:
             self._require_open()
 
     def urge(self) -> None:
-        """Commit what is pending without lingering; inline mode commits here, in the caller's."""
-        if self._thread is None:
-            self._commit_all()
+        """Commit what is pending without lingering; in inline mode with the next flush."""
         self._urged.set()
+
+    def commit_all(self) -> None:
+        """Commit what is pending without lingering: in the thread, or here in inline mode."""
+        if self._thread is None:
+            self._commit_waiting()
+        self.urge()
 
     def flush(self, timeout_s: float) -> None:
         """Return when everything appended so far is acknowledged. Inline mode commits here.
@@ -202,7 +206,7 @@ class LogWriter:
         Raises:
             FencedError, StorageError: As :meth:`append`; also if ``timeout_s`` have passed.
         """
-        self.urge()
+        self.commit_all()
         last = self._last
         if last.entries:
             try:
@@ -268,7 +272,7 @@ class LogWriter:
             while self._wait_for_work():
                 self._clock.wait(self._urged, self._options.linger_s)
                 self._urged.clear()
-                self._commit_all()
+                self._commit_waiting()
 
     def _wait_for_work(self) -> bool:
         """Wait for entries; False: the writer closes, or the process ends without closing it."""
@@ -279,7 +283,7 @@ class LogWriter:
                 self._changed.wait(_IDLE_S)
             return bool(self._waiting)
 
-    def _commit_all(self) -> None:
+    def _commit_waiting(self) -> None:
         """Commit everything that waits, batch by batch."""
         while self._commit_next():
             pass

@@ -30,13 +30,13 @@ class LogLedger:
     def commit(self, record: Checkpointed) -> Future[LogPosition]:
         store = self._started()
         future = store.commit(record)
-        store.urge()
+        store.commit_all()
         return future
 
     def collect(self, record: Collect) -> Future[LogPosition]:
         store = self._started()
         future = store.collect(record)
-        store.urge()
+        store.commit_all()
         return future
 
     def committed(self) -> Sequence[Checkpointed]:

@@ -20,7 +20,7 @@ async def acknowledged(store: ExperienceStore, future: Future[LogPosition]) -> L
         FencedError, StorageError: As the log says; also if it takes longer than
             ``ACKNOWLEDGE_TIMEOUT_S``.
     """
-    everything = asyncio.wrap_future(store.urge())
+    everything = asyncio.wrap_future(store.commit_all())
     try:
         await asyncio.wait_for(everything, ACKNOWLEDGE_TIMEOUT_S)
     except TimeoutError as error:
