@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from tier_cases import OPTIONS, BreakingObjects, TieredRun, memory_objects
 
 from perdure.checkpoint.manifest import FileEntry, Manifest, decode_manifest
 from perdure.checkpoint.tier import ObjectStore, RemoteUnavailableError
+from perdure.checkpoint.tier.pieces import in_order
 from perdure.checkpoint.tier.upload import Upload
 from perdure.core.errors import DamagedError
 from perdure.core.faults import NoFaults
@@ -77,6 +79,22 @@ def test_what_is_stored_wrong_is_stored_again(
     objects.delete([keys[2]])
     saved.upload(objects, executor)
     assert b"".join(objects.read(key) for key in keys) == saved.storage.read(saved.path)
+
+
+def test_a_request_that_hangs_is_a_store_that_does_not_answer(
+    executor: ThreadPoolExecutor,
+) -> None:
+    answers = threading.Event()
+
+    def hang() -> int:
+        assert answers.wait(20)
+        return 2
+
+    results = in_order(executor, [lambda: 1, hang], ahead=2, timeout_s=0.05)
+    assert next(results) == 1
+    with pytest.raises(RemoteUnavailableError, match=r"has not ended for 0\.05 s"):
+        next(results)
+    answers.set()
 
 
 @pytest.mark.parametrize("chunk_bytes", CHUNKS)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from perdure.checkpoint.manifest import FileEntry, Manifest, directory_path
+from perdure.checkpoint.tier.objects import RemoteUnavailableError
 
 _T = TypeVar("_T")
 
@@ -57,16 +58,31 @@ def in_order(
     """Results of the calls in their order, at most ``ahead`` of them running or waiting.
 
     Raises:
-        TimeoutError: One took longer than ``timeout_s`` after its turn had come.
+        RemoteUnavailableError: One took longer than ``timeout_s`` after its turn had come.
     """
     running: deque[Future[_T]] = deque()
     try:
         for call in calls:
             running.append(executor.submit(call))
             if len(running) >= ahead:
-                yield running.popleft().result(timeout=timeout_s)
+                yield _result(running.popleft(), timeout_s)
         while running:
-            yield running.popleft().result(timeout=timeout_s)
+            yield _result(running.popleft(), timeout_s)
     finally:
         for future in running:
             future.cancel()
+
+
+def _result(call: Future[_T], timeout_s: float) -> _T:
+    try:
+        return call.result(timeout=timeout_s)
+    except TimeoutError as error:
+        if call.done():
+            raise
+        call.cancel()
+        raise RemoteUnavailableError(
+            f"a request has not ended for {timeout_s:g} s",
+            where="remote tier",
+            rule="nothing waits longer for one request, its repetitions included",
+            way_out="what is there stays, and the next try goes on; check the network and the store",
+        ) from error
