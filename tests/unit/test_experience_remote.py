@@ -30,6 +30,7 @@ from perdure.core.errors import (
     StorageError,
     TrainingError,
 )
+from perdure.core.faults import FaultPoint
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.trajectories import Segment
 from perdure.experience import RemoteOptions
@@ -268,9 +269,23 @@ def test_a_worker_waits_while_too_much_is_unacknowledged(
     worker.close()
 
 
+class SlowDisk:
+    """A fault hook that holds the log's thread in front of its sync while ``works`` is clear."""
+
+    def __init__(self) -> None:
+        self.works = threading.Event()
+        self.works.set()
+
+    def reach(self, point: FaultPoint) -> None:
+        if point is FaultPoint.LOG_CONTROL_WRITTEN:
+            assert self.works.wait(FLUSH_S)
+
+
 def test_a_worker_does_not_wait_forever(storage: MemoryStorage, door: Doors) -> None:
-    store = start_store(storage, groups=2, options=INLINE)
+    disk = SlowDisk()
+    store = start_store(storage, groups=2, faults=disk)
     door.open(store)
+    disk.works.clear()
     options = RemoteOptions(max_unacknowledged_bytes=1, stall_timeout_s=0.05)
     worker = door.worker(options=options)
     first = worker.sessions_done([session(0, 0)])
@@ -282,6 +297,7 @@ def test_a_worker_does_not_wait_forever(storage: MemoryStorage, door: Doors) -> 
         worker.close()
     with pytest.raises(StorageError, match="closed before"):
         first.result(0)
+    disk.works.set()
     store.flush(FLUSH_S)
 
 
