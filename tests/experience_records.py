@@ -38,8 +38,8 @@ from perdure.core.records import (
 )
 from perdure.core.trajectories import PartialDelta, Segment, Trajectory
 from perdure.experience.entries import Entry
-from perdure.experience.fold import ExperienceState
 from perdure.experience.prompt_group import SettledSession
+from perdure.experience.state import ExperienceState
 from perdure.experience.unfinished import Unfinished
 
 REF = PayloadRef(IncarnationNumber(1), 0, 64, 64, 7)

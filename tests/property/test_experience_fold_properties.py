@@ -10,7 +10,8 @@ from perdure.core.errors import LifecycleError
 from perdure.core.ids import GroupId, IncarnationNumber
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import Collect, ControlRecord, UpdateFailed
-from perdure.experience.fold import ExperienceState, Placed, fold, rewound
+from perdure.experience.fold import Placed, fold, rewound
+from perdure.experience.state import ExperienceState
 
 
 def candidates(state: ExperienceState) -> list[ControlRecord]:

@@ -11,7 +11,8 @@ from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import ControlRecord, Published
 from perdure.experience.age_policy import AgePolicy, Decision, SamplingRules, decide, prompt_age
-from perdure.experience.fold import ExperienceState, fold
+from perdure.experience.fold import fold
+from perdure.experience.state import ExperienceState
 
 AGE, FAILED, FILTERED = EvictionReason.AGE, EvictionReason.FAILED, EvictionReason.FILTERED
 

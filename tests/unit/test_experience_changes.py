@@ -7,8 +7,8 @@ import pytest
 
 from perdure.core.ids import GroupId
 from perdure.experience.changes import ChangeFeed
-from perdure.experience.fold import ExperienceState
 from perdure.experience.lifecycle import GroupState
+from perdure.experience.state import ExperienceState
 
 
 def test_a_group_is_told_once_at_its_newest_change() -> None:

@@ -22,8 +22,9 @@ from perdure.core.records import (
     SegmentOpened,
     UpdateFailed,
 )
-from perdure.experience.fold import ExperienceState, fold, rewound
+from perdure.experience.fold import fold, rewound
 from perdure.experience.lifecycle import GroupState
+from perdure.experience.state import ExperienceState
 
 POISON = EvictionReason.POISON
 

@@ -5,12 +5,13 @@ from perdure.experience.changes import GroupChanges
 from perdure.experience.claims import RunInfo, create_run, read_run
 from perdure.experience.continuation import Begun
 from perdure.experience.finished import FinishedSession
-from perdure.experience.fold import ExperienceState
+from perdure.experience.held import OpenGroup
 from perdure.experience.lifecycle import GroupEvent, GroupState
 from perdure.experience.opening import ClaimedRun, claim_experience, read_experience
 from perdure.experience.remote import RemoteOptions, RemoteStore, StoreServer
+from perdure.experience.state import ExperienceState
 from perdure.experience.step_metrics import metrics_of_step
-from perdure.experience.store import ExperienceStore, OpenGroup
+from perdure.experience.store import ExperienceStore
 from perdure.experience.writer import LogOptions
 
 __all__ = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason
 from perdure.core.records import Submitted
-from perdure.experience.fold import ExperienceState
 from perdure.experience.prompt_group import Group
+from perdure.experience.state import ExperienceState
 
 
 class AgePolicy(enum.Enum):

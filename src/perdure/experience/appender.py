@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from perdure.core.ids import LogPosition
 from perdure.core.records import ControlRecord, GroupSettled, Partials, SessionsDone
 from perdure.experience.entries import Entry, PreparedEntry, prepare_entry
-from perdure.experience.fold import ExperienceState
 from perdure.experience.payloads import Payload
+from perdure.experience.state import ExperienceState
 from perdure.experience.trajectory_cache import TrajectoryCache
 from perdure.experience.writer import LogWriter
 

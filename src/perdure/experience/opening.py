@@ -23,9 +23,10 @@ from perdure.experience.claims import (
     read_run,
 )
 from perdure.experience.entries import Entry
-from perdure.experience.fold import ExperienceState, fold, rewound
+from perdure.experience.fold import fold, rewound
 from perdure.experience.reader import LineageLog, LogReport, read_lineage
 from perdure.experience.seals import FORMAT, seal_path
+from perdure.experience.state import ExperienceState
 from perdure.experience.store import ExperienceStore
 from perdure.experience.writer import LogOptions, LogWriter
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from perdure.core.ids import GlobalStep
-from perdure.experience.fold import ExperienceState
+from perdure.experience.state import ExperienceState
 
 
 def metrics_of_step(state: ExperienceState, step: GlobalStep) -> dict[str, float]:

@@ -84,5 +84,5 @@ def _result(call: Future[_T], timeout_s: float) -> _T:
             f"a request has not ended for {timeout_s:g} s",
             where="remote tier",
             rule="nothing waits longer for one request, its repetitions included",
-            way_out="what is there stays, and the next try goes on; check the network and the store",
+            way_out="what is there stays and the next try goes on; check network and store",
         ) from error
