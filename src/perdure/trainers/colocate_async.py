@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from perdure.core.ids import GlobalStep, LocalUpdate, UpdateId
 from perdure.trainers.context import TrainContext
-from perdure.trainers.sampling import submit_prompts, wait_for_groups
+from perdure.trainers.sampling import groups_at_hand, submit_prompts, wait_for_groups
 from perdure.trainers.steps import complete_step, finish_step, local_update, take_groups
 
 
@@ -34,7 +34,7 @@ async def run(ctx: TrainContext) -> None:
                 await ctx.runtime.sleep_rollout()
                 for index in range(ctx.progress.local_updates, updates):
                     update = UpdateId(step, LocalUpdate(index))
-                    groups = await take_groups(ctx, update, when=wait_for_groups)
+                    groups = await take_groups(ctx, update, when=groups_at_hand)
                     await local_update(ctx, update, groups)
                 await finish_step(ctx, step)
             await complete_step(ctx, step)

@@ -92,15 +92,31 @@ def _limit_evictions(ctx: TrainContext, step: GlobalStep, before: int) -> None:
     )
 
 
+async def groups_at_hand(ctx: TrainContext, step: GlobalStep, *, count: int) -> None:
+    """See that the next groups may be taken, of those that were waited for as one step.
+
+    Waits for nothing: while the learner has the devices no group can come. What has finished since
+    is evicted if the rules exclude it; the prompts in its place are submitted by the next step. An
+    age limit of 1 would wait for them in this one, in vain.
+    """
+    _evict_unfit(ctx, step)
+    assert len(ctx.store.state.table.finished) >= count
+
+
 def apply_decision(ctx: TrainContext, step: GlobalStep) -> Decision:
     """Evict what the rules exclude and pay for every eviction with a new prompt."""
-    decision = decide(ctx.store.state, global_step=step, rules=sampling_rules(ctx.config))
-    if decision.evict:
-        ctx.store.evict(decision.evict, global_step=step)
+    decision = _evict_unfit(ctx, step)
     if decision.refill:
         ctx.store.refill(next_prompts(ctx, step, count=decision.refill))
         ctx.faults.reach(FaultPoint.GROUPS_SUBMITTED)
         ctx.runtime.groups_submitted()
+    return decision
+
+
+def _evict_unfit(ctx: TrainContext, step: GlobalStep) -> Decision:
+    decision = decide(ctx.store.state, global_step=step, rules=sampling_rules(ctx.config))
+    if decision.evict:
+        ctx.store.evict(decision.evict, global_step=step)
     return decision
 
 
