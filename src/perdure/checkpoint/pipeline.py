@@ -27,7 +27,7 @@ from perdure.checkpoint.team import Turn
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
 from perdure.core.components import Segment
-from perdure.core.errors import PerdureError, StorageError
+from perdure.core.errors import FencedError, PerdureError, StorageError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import CheckpointName, IncarnationNumber
@@ -226,15 +226,22 @@ class SavePipeline:
         except (PerdureError, OSError) as error:
             return self.report(name, error)
         self.last_error = None
+        self.segments.named_now(manifest.segments)
+        self._point_to(name, digest)
+        self._tidy(name)
+        return None
+
+    def _tidy(self, name: CheckpointName) -> None:
+        """What follows a commit, which counts whatever happens here."""
         try:
-            self.segments.named_now(manifest.segments)
-            self._point_to(name, digest)
             self._retain()
             if self.tier is not None:
                 self.tier.notify()
-        except (PerdureError, OSError) as error:
+        except FencedError as error:
             self.report(name, error)
-        return None
+        except (PerdureError, OSError) as error:
+            message = f"{name.directory} is saved, but older ones could not be collected ({error})"
+            self.events("warning", {"message": message})
 
     def _lead(self, snapshot: Snapshot, turn: Turn) -> SaveError | None:
         """A save that other ranks share in; they learn how it ended."""
@@ -329,8 +336,14 @@ class SavePipeline:
         self.events("checkpoint_committed", {**fields, "bytes": manifest.bytes})
 
     def _point_to(self, name: CheckpointName, digest: str) -> None:
+        """A hint that nothing reads back: a disk too full for it still has to be relieved."""
         pointer = {"format": 1, "directory": name.directory, "manifest_digest": digest}
-        self.storage.write_atomic(directory_path(LATEST), sealed_json.encode(pointer))
+        try:
+            self.storage.write_atomic(directory_path(LATEST), sealed_json.encode(pointer))
+        except (StorageError, OSError) as error:
+            message = f"{name.directory} is saved, but {LATEST} could not be written ({error})"
+            self.events("warning", {"message": message})
+            return
         self.faults.reach(FaultPoint.POINTER_WRITTEN)
 
     def _retain(self) -> None:
