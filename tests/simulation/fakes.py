@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from perdure.core.rollout_api import (
     GenerationChunk,
     GenerationRequest,
     LossListener,
+    WeightFile,
     Weights,
 )
 from perdure.core.trajectories import RewardedGroup
@@ -43,12 +45,21 @@ def token_of(key: Sequence[int], place: int, version: int) -> int:
 
 @dataclass
 class EngineTraits:
-    """How an engine behaves. ``length`` gives the tokens of a request by its random key."""
+    """How an engine behaves.
+
+    Attributes:
+        token_s: Seconds for the next token.
+        length: Tokens of a request by its random key.
+        pace: How much longer a request takes than others, by its random key.
+        load_s: Seconds for loading weights.
+        wrong_digests: So many of its next acknowledgements are wrong.
+    """
 
     token_s: Callable[[], float]
     length: Callable[[Sequence[int]], int]
+    pace: Callable[[Sequence[int]], float]
+    load_s: Callable[[], float]
     wrong_digests: int = 0
-    """So many of its next acknowledgements are wrong."""
 
 
 @dataclass
@@ -65,6 +76,7 @@ class FakeEngine:
         self.version = PolicyVersion(-1)
         self.undelivered_tokens = 0
         self.dead = False
+        self.wedged = False
         self._max_tokens = max_tokens
         self._live: dict[str, _Live] = {}
         self._paused = False
@@ -89,19 +101,24 @@ class FakeEngine:
         for tell in self._listeners:
             tell(EngineLostError("the engine was killed", where="simulation"))
 
+    def wedge(self) -> None:
+        """From now on it answers nothing, and no stream of it goes on."""
+        self.wedged = True
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk]:
-        self._check()
+        await self._answering()
         live = self._live[request.request_id] = _Live()
         try:
             while self._paused and not live.aborted:
                 await live.wake.wait()
                 live.wake.clear()
-                self._check()
+                await self._answering()
             length = min(self.traits.length(request.random_key), request.sampling.max_new_tokens)
             place = len(request.prefix_ids)
             while True:
                 count = min(CHUNK, length - place)
-                await self._spend(live, count * self.traits.token_s())
+                pace = self.traits.pace(request.random_key)
+                await self._spend(live, count * self.traits.token_s() * pace)
                 if live.aborted:
                     yield self._chunk([], StopReason.ABORTED)
                     return
@@ -119,7 +136,7 @@ class FakeEngine:
             self._live.pop(request.request_id, None)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
-        self._check()
+        await self._answering()
         chosen = [
             live
             for key, live in self._live.items()
@@ -131,21 +148,21 @@ class FakeEngine:
         return len(chosen)
 
     async def pause(self) -> None:
-        self._check()
+        await self._answering()
         self._paused = True
 
     async def resume(self) -> None:
-        self._check()
+        await self._answering()
         self._paused = False
         for live in self._live.values():
             live.wake.set()
 
     async def sleep(self) -> None:
-        self._check()
+        await self._answering()
         self._has_weights = False
 
     async def wake(self) -> None:
-        self._check()
+        await self._answering()
 
     async def load_weights(
         self,
@@ -154,20 +171,23 @@ class FakeEngine:
         *,
         incarnation: IncarnationNumber = NO_INCARNATION,
     ) -> str:
-        self._check()
+        await self._answering()
         assert incarnation >= self._highest, "a zombie has published"
         self._highest = incarnation
-        await asyncio.sleep(self.traits.token_s())
-        self._check()
+        await asyncio.sleep(self.traits.load_s())
+        await self._answering()
         self._has_weights = True
         self.version = version
         if self.traits.wrong_digests:
             self.traits.wrong_digests -= 1
             return "garbled"
+        assert not isinstance(weights, WeightFile)
         return digest_weights(dict(weights))
 
     async def close(self) -> None:
         self.dead = True
+        for live in self._live.values():
+            live.wake.set()
 
     async def _spend(self, live: _Live, seconds: float) -> None:
         try:
@@ -177,15 +197,36 @@ class FakeEngine:
                     await live.wake.wait()
         except TimeoutError:
             pass
-        self._check()
+        await self._answering()
 
     def _chunk(self, tokens: list[int], reason: StopReason | None) -> GenerationChunk:
         ids = np.array(tokens, np.int32)
         return GenerationChunk(ids, np.full(len(ids), -1.0, np.float32), self.version, reason)
 
+    async def _answering(self) -> None:
+        while self.wedged and not self.dead:
+            await asyncio.Event().wait()
+        self._check()
+
     def _check(self) -> None:
         if self.dead:
             raise EngineLostError("the engine was killed", where="simulation")
+
+
+class CopyTransport:
+    """Lays out copies, as a file would be, which engines may take long after."""
+
+    async def lay_out(
+        self, version: PolicyVersion, weights: Mapping[str, Any], *, incarnation: IncarnationNumber
+    ) -> Weights:
+        del version, incarnation
+        return {name: tensor.clone() for name, tensor in weights.items()}
+
+    async def drop_older(self) -> None:
+        """Nothing is held."""
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class _Tensors:
@@ -279,3 +320,12 @@ def lengths(seed: int, longest: int) -> Callable[[Sequence[int]], int]:
         return int(min(1 + rng.pareto(1.1) * 4, longest))
 
     return length
+
+
+def paces(seed: int, slow: float) -> Callable[[Sequence[int]], float]:
+    """How much longer than others a request takes: some of them, a lot."""
+
+    def pace(key: Sequence[int]) -> float:
+        return 30.0 if generator(seed, "pace", *key).random() < slow else 1.0
+
+    return pace

@@ -1,49 +1,46 @@
 """A whole run in virtual time: the real trainer, log and checkpoints; fake engines and learner.
 
-Every life of the run ends by a loss of power at a random storage operation, or at the end of the
-training. What was acknowledged by then has to be there in the next life.
+Every life of the run but the last ends in one of the ways of :class:`scenarios.Ending`. What was
+acknowledged by then has to be there in the next life.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from fakes import (
-    EngineTraits,
-    FakeEngine,
-    FakeLearner,
-    lengths,
-    token_of,
-    weights_after,
-)
+from fakes import CopyTransport, EngineTraits, FakeEngine, FakeLearner, lengths, paces
+from scenarios import Ending, Scenario
+from sim_checks import check_counts, check_weights
 from virtual_loop import Device, run_virtually
 
-from perdure.config import load_config
 from perdure.core.clock import Clock, ManualClock
+from perdure.core.errors import StorageError, TrainingError
 from perdure.core.events import ignore_events
 from perdure.core.faults import FaultPlan, FaultPoint
-from perdure.core.ids import GroupId, SessionId, UpdateId
+from perdure.core.ids import SessionId, UpdateId
 from perdure.core.keyed_random import generator
-from perdure.core.records import Evaluated, SessionsDone, StepDone
+from perdure.core.records import Evaluated, StepDone
 from perdure.core.storage_api import Storage
-from perdure.core.trajectories import RewardedGroup
-from perdure.experience import ExperienceState, ExperienceStore, read_experience, read_run
-from perdure.experience.claims import highest_incarnation, newest_started
-from perdure.experience.payloads import PayloadReader
-from perdure.experience.reader import read_lineage
-from perdure.publish import InProcessTransport, Publication
+from perdure.experience import ExperienceState, ExperienceStore, read_experience
+from perdure.publish import Publication
 from perdure.rollout import EnginePool
+from perdure.rollout.members import MemberState
+from perdure.rollout.replacement import Replacements
 from perdure.runtime.dispatcher import Dispatcher
 from perdure.runtime.local import LocalRuntime
 from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRunner
 from perdure.runtime.views import Views
 from perdure.storage import CrashMode, MemoryStorage, PowerLost
+from perdure.storage.faulty import FaultyStorage, StorageFault, StorageFaultKind
 from perdure.tasks.api import Prompt, RewardResult, Task, judge
 from perdure.tasks.config import make_task
 from perdure.trainers import launch
@@ -52,40 +49,22 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
 from perdure.trainers.recovery import Launch, incarnation
 
-RECIPE = Path(__file__).parents[1] / "drills" / "drill_recipe.yaml"
 RUN = Path("simulated-run")
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is simulated.
-
-    Attributes:
-        crashes: Losses of power before the run may end.
-        deaths: Engines killed on the way.
-        wrong_digests: Publications that one engine acknowledges wrongly.
-    """
-
-    seed: int
-    mode: str
-    overrides: tuple[str, ...] = ()
-    engines: int = 2
-    crashes: int = 3
-    deaths: int = 0
-    wrong_digests: int = 0
-
-    def config(self) -> RunConfig:
-        return load_config(
-            RunConfig,
-            RECIPE,
-            [
-                f"mode={self.mode}",
-                "learner.supervised.steps=0",
-                "validation.prompts=0",
-                "rollout.max_new_tokens=24",
-                *self.overrides,
-            ],
-        )
+MAX_LIVES = 20
+DISK_FAULTS = (
+    StorageFaultKind.TORN_WRITE,
+    StorageFaultKind.NO_SPACE,
+    StorageFaultKind.EIO_WRITE,
+    StorageFaultKind.EIO_SYNC,
+    StorageFaultKind.EIO_READ,
+    StorageFaultKind.SLOW,
+)
+_EXPLAINED: dict[Ending, type[BaseException]] = {
+    Ending.POWER: PowerLost,
+    Ending.KILL: PowerLost,
+    Ending.STOP: asyncio.CancelledError,
+    Ending.DISK: StorageError,
+}
 
 
 @dataclass
@@ -113,7 +92,12 @@ class Acknowledged:
 
 
 class World:
-    """One scenario, over all its lives."""
+    """One scenario, over all its lives.
+
+    Attributes:
+        ended: How the lives before the last one ended; None: no engine was left.
+        fired: Storage faults that struck.
+    """
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -123,78 +107,149 @@ class World:
         self.storage = MemoryStorage(seed=scenario.seed)
         self.acknowledged = Acknowledged()
         self.task = _task()
+        self.task.failing = scenario.failing
         self.deaths = scenario.deaths
-        self.lives = 0
-        self.learner_s = 0.0
+        self.wedges = scenario.wedges
+        self.ended: list[Ending | None] = []
+        self.fired: Counter[StorageFaultKind] = Counter()
         self.events: list[tuple[str, dict[str, object]]] = []
         self._store: ExperienceStore | None = None
+        self._owner: asyncio.TaskGroup | None = None
         self._pool: EnginePool | None = None
-        self._engines: list[FakeEngine] = []
+        self._engines: dict[str, FakeEngine] = {}
 
     def run(self) -> ExperienceState:
         """Live until the training is over; returns the final state, checked."""
         launch.create(self.config, RUN, injected=Injected(self.clock, storage=self.storage))
-        while True:
-            self.lives += 1
-            operations = int(self.rng.integers(5, 400))
-            if self.lives <= self.scenario.crashes:
-                self.storage.fail_after = self.storage.operations + operations
+        for life in range(1, MAX_LIVES + 1):
+            endings = self.scenario.endings[life - 1 :]
+            ending = endings[0] if endings else None
+            storage, stop_after_s = self._prepare(ending)
             try:
-                run_virtually(self._life(), self.clock)
+                run_virtually(self._life(life, storage, stop_after_s), self.clock)
                 break
             except BaseException as error:
-                if not _lost_power(error):
+                if not _explained(error, ending):
                     raise
+                self.ended.append(ending)
+            finally:
                 self._store = None
-                mode = list(CrashMode)[int(self.rng.integers(len(CrashMode)))]
-                self.storage = self.storage.crash(mode, seed=int(self.rng.integers(2**31)))
-                if self.storage.exists("log"):
-                    state, _ = read_experience(self.storage)
-                    state.check()
-                    self.acknowledged.check(state)
+                if isinstance(storage, FaultyStorage):
+                    self.fired += storage.fired
+            self._outlive(ending)
+        else:
+            raise AssertionError(f"the run is not over after {MAX_LIVES} lives")
         return self._final_state()
 
-    async def _life(self) -> None:
+    def _prepare(self, ending: Ending | None) -> tuple[Storage, float | None]:
+        """The storage of the next life, and when it is asked to stop."""
+        operations = int(self.rng.integers(5, 400))
+        match ending:
+            case Ending.POWER | Ending.KILL:
+                self.storage.fail_after = self.storage.operations + operations
+            case Ending.STOP:
+                return self.storage, float(self.rng.uniform(0.1, 60.0))
+            case Ending.DISK:
+                kinds = self.rng.choice(len(DISK_FAULTS), 3)
+                plan = [
+                    StorageFault(DISK_FAULTS[kind], int(self.rng.integers(1, 150)))
+                    for kind in kinds
+                ]
+                seed = int(self.rng.integers(2**31))
+                return FaultyStorage(self.storage, plan=plan, seed=seed, clock=self.clock), None
+            case None:
+                self.storage.fail_after = None
+        return self.storage, None
+
+    def _outlive(self, ending: Ending | None) -> None:
+        """What the next life finds; everything acknowledged has to be there."""
+        if ending is Ending.POWER:
+            mode = list(CrashMode)[int(self.rng.integers(len(CrashMode)))]
+            self.storage = self.storage.crash(mode, seed=int(self.rng.integers(2**31)))
+        else:
+            self.storage = self.storage.process_kill()
+        if self.storage.exists("log"):
+            state, _ = read_experience(self.storage)
+            state.check()
+            self.acknowledged.check(state)
+
+    async def _life(self, life: int, storage: Storage, stop_after_s: float | None) -> None:
         plan = FaultPlan()
         plan.observers.append(self._observe)
         start = Launch(
             RUN,
             self.config,
             self.task,
-            self.storage,
+            storage,
             self.clock,
             plan,
-            lambda name, fields: self.events.append((name, fields)),
+            self._event,
+            redo=life not in self.scenario.rewinds,
             machinery=lambda config, task: _Machinery(self, config, task),
             views=_no_views,
             threads=False,
         )
-        async with asyncio.TaskGroup() as owner:
-            others = [owner.create_task(self._commit_now_and_then())]
-            if self.deaths:
-                others.append(owner.create_task(self._kill_engines()))
-            async with incarnation(start) as ctx:
-                await launch.MODES[self.config.mode](ctx)
-            self._store = None
-            for task in others:
-                task.cancel()
+        with start.stop.listening():
+            async with asyncio.TaskGroup() as self._owner:
+                others = [
+                    self._owner.create_task(work)
+                    for work in (
+                        self._commit_now_and_then(),
+                        self._trouble_engines(),
+                        _stop_after(stop_after_s),
+                    )
+                ]
+                async with incarnation(start) as ctx:
+                    await launch.MODES[self.config.mode](ctx)
+                for task in [*others, *self._helpers]:
+                    task.cancel()
 
-    def start(self, store: ExperienceStore, pool: EnginePool, engines: list[FakeEngine]) -> None:
+    def start(
+        self,
+        store: ExperienceStore,
+        pool: EnginePool,
+        *,
+        engines: dict[str, FakeEngine],
+        publication: Publication,
+    ) -> None:
         """A runtime is up."""
         self._store, self._pool, self._engines = store, pool, engines
+        self._helpers: list[asyncio.Task[None]] = []
+        if self.scenario.replaced:
+            assert self._owner is not None
+            replacements = Replacements(
+                pool, build=self._new_engine, catch_up=publication.catch_up, events=self._event
+            )
+            self._helpers.append(self._owner.create_task(replacements.run()))
 
     def device(self) -> Device:
         """The learner's device."""
         return Device(lambda: float(self.rng.uniform(0.5, 3.0)))
 
-    def traits(self) -> EngineTraits:
-        """Of a new engine."""
-        longest = self.config.rollout.max_new_tokens
+    def engine(self) -> FakeEngine:
+        """A new engine."""
+        scenario, longest = self.scenario, self.config.rollout.max_new_tokens
         speed = float(self.rng.uniform(0.02, 0.1))
-        return EngineTraits(
+        traits = EngineTraits(
             token_s=lambda: speed * float(self.rng.uniform(0.5, 2.0)),
-            length=lengths(self.scenario.seed, longest),
+            length=lengths(scenario.seed, longest),
+            pace=paces(scenario.seed, scenario.slow),
+            load_s=lambda: (
+                float(self.rng.uniform(61, 200)) if self.rng.random() < scenario.late else speed
+            ),
         )
+        return FakeEngine(traits, self.task.max_prompt_tokens + longest)
+
+    async def _new_engine(self, name: str) -> FakeEngine:
+        await asyncio.sleep(float(self.rng.uniform(0.1, 5.0)))
+        self._engines[name] = self.engine()
+        return self._engines[name]
+
+    def _event(self, name: str, fields: dict[str, object]) -> None:
+        self.events.append((name, fields))
+        if name == "rewound":
+            # What was trained or finished beyond the checkpoint is void from here on.
+            self.acknowledged = Acknowledged()
 
     def _observe(self, point: FaultPoint) -> None:
         if point is FaultPoint.LOG_ACKNOWLEDGED and self._store is not None:
@@ -207,50 +262,70 @@ class World:
             if self._store is not None:
                 self._store.commit_all()
 
-    async def _kill_engines(self) -> None:
-        while self.deaths:
+    async def _trouble_engines(self) -> None:
+        """Kill and wedge engines; without replacement one is left alone."""
+        while self.deaths or self.wedges:
             await asyncio.sleep(float(self.rng.uniform(0.5, 8.0)))
-            alive = [engine for engine in self._engines if not engine.dead]
-            if len(alive) > 1:
-                alive[int(self.rng.integers(len(alive)))].die()
+            assert self._pool is not None
+            serving = {m.name for m in self._pool.describe() if m.state is MemberState.SERVING}
+            well = [e for name, e in self._engines.items() if name in serving and not e.wedged]
+            if len(well) <= (0 if self.scenario.replaced else 1):
+                continue
+            victim = well[int(self.rng.integers(len(well)))]
+            if self.deaths:
                 self.deaths -= 1
+                victim.die()
+            else:
+                self.wedges -= 1
+                victim.wedge()
 
     def _final_state(self) -> ExperienceState:
         state, _ = read_experience(self.storage)
         state.check()
         self.acknowledged.check(state)
         assert state.last_step == self.config.trainer.total_steps
+        check_counts(state, self.config)
         check_weights(self.storage, state)
         return state
 
 
-def _lost_power(error: BaseException) -> bool:
+async def _stop_after(seconds: float | None) -> None:
+    """Ask the process to stop as its operator would."""
+    if seconds is not None:
+        await asyncio.sleep(seconds)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def _explained(error: BaseException, ending: Ending | None) -> bool:
+    """Whether the life was to end so, or no engine was left that takes weights."""
     if isinstance(error, BaseExceptionGroup):
-        return any(_lost_power(one) for one in error.exceptions)
-    return isinstance(error, PowerLost)
+        return any(_explained(one, ending) for one in error.exceptions)
+    if isinstance(error, TrainingError):
+        return "no engine acknowledged" in error.what
+    return ending is not None and isinstance(error, _EXPLAINED[ending])
 
 
 class _Machinery:
     """Fake machines behind the real runtime."""
 
     def __init__(self, world: World, config: RunConfig, task: Task) -> None:
+        del task
         self.learner = FakeLearner()
         self._world = world
-        longest = task.max_prompt_tokens + config.rollout.max_new_tokens
         count = world.scenario.engines if config.mode == "separate_async" else 1
-        self._engines = [FakeEngine(world.traits(), longest) for _ in range(count)]
-        self._engines[-1].traits.wrong_digests = world.scenario.wrong_digests
-        self._pool = EnginePool({f"engine-{i}": e for i, e in enumerate(self._engines)})
+        self._engines = {f"engine-{i}": world.engine() for i in range(count)}
+        if count > 1:
+            self._engines["engine-0"].traits.wrong_digests = world.scenario.wrong_digests
+        self._pool = EnginePool(self._engines)
 
     def runtime(self, parts: RuntimeParts) -> LocalRuntime:
         config = self._world.config
         sessions = SessionRunner(self._pool, parts=parts, rules=session_rules(config, parts.task))
-        self._world.start(parts.store, self._pool, self._engines)
+        publication = Publication(self._pool, CopyTransport(), incarnation=parts.store.incarnation)
+        self._world.start(parts.store, self._pool, engines=self._engines, publication=publication)
         return LocalRuntime(
             pool=self._pool,
-            publication=Publication(
-                self._pool, InProcessTransport(), incarnation=parts.store.incarnation
-            ),
+            publication=publication,
             dispatcher=Dispatcher(sessions, max_sessions=24),
             learner=self.learner,
             learner_thread=None if config.mode == "sync" else self._world.device(),
@@ -259,65 +334,6 @@ class _Machinery:
 
     async def close(self) -> None:
         await self._pool.close()
-
-
-def check_weights(storage: Storage, state: ExperienceState) -> None:
-    """Assert that the final weights come from the taken batches alone, each token from its version.
-
-    Every group is trained once at most, and the digest chain over the logged batches, in order, is
-    the digest that the log ends with.
-    """
-    rows = _settled_rows(storage)
-    reader = PayloadReader(storage)
-    weights = [0.0, 0.0]
-    trained: list[int] = []
-    for update, record in state.taken.items():
-        groups = [_logged_group(reader, rows[group], group) for group in record.groups]
-        for group in groups:
-            _check_tokens(group)
-        trained += record.groups
-        weights = weights_after(weights, update, groups)
-    assert len(trained) == len(set(trained))
-    last = state.step_done[state.last_step]
-    learner = FakeLearner()
-    learner.set(weights)
-    assert learner.policy_digest() == last.policy_digest
-
-
-_Rows = dict[int, tuple[SessionsDone, int]]
-
-
-def _settled_rows(storage: Storage) -> dict[int, _Rows]:
-    """Group → session index → the first record that settled it, and its row."""
-    rows: dict[int, _Rows] = {}
-    newest = highest_incarnation(storage)
-    head = newest_started(storage, run_id=read_run(storage).run_id, below=newest + 1)
-    for _, record in read_lineage(storage, head).records:
-        if isinstance(record, SessionsDone):
-            for row, session in enumerate(record.sessions):
-                rows.setdefault(session.group, {}).setdefault(session.index, (record, row))
-    return rows
-
-
-def _logged_group(reader: PayloadReader, rows: _Rows, group: int) -> RewardedGroup:
-    trajectories = []
-    rewards = []
-    for index, (record, row) in sorted(rows.items()):
-        session = SessionId(GroupId(group), index)
-        trajectories.append(reader.trajectory(record.payload, row=row, session=session))
-        rewards.append(record.rewards[row])
-    return RewardedGroup(group, tuple(trajectories), tuple(rewards))
-
-
-def _check_tokens(group: RewardedGroup) -> None:
-    for one in group.trajectories:
-        one.check()
-        key = (7, one.session.group, one.session.index)
-        for segment in one.segments:
-            expected = [
-                token_of(key, t, segment.version) for t in range(segment.start, segment.end)
-            ]
-            assert one.response_ids_T[segment.start : segment.end].tolist() == expected
 
 
 class _NoMetrics:
@@ -343,20 +359,23 @@ def _no_views(run_dir: Path, storage: Storage, clock: Clock) -> Generator[Views]
 
 
 class _Judge:
-    """A task whose verifier finds about half of all answers right."""
+    """A task whose verifier finds about half of all answers right, and raises at some."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self.failing = 0.0
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
     def verify(self, prompt: Prompt, response_ids: Sequence[int]) -> RewardResult:
-        del prompt
+        digest = generator(0, "verdict", prompt.data_index, *response_ids)
+        if digest.random() < self.failing:
+            raise ValueError("the verifier has no answer")
         return judge(sum(response_ids) % 2 == 0)
 
 
 @cache
-def _task() -> Task:
+def _task() -> Any:
     config = Scenario(0, "sync").config()
-    return _Judge(make_task(config.task, config.seed))  # type: ignore[return-value]
+    return _Judge(make_task(config.task, config.seed))

@@ -241,3 +241,42 @@ def test_an_interrupted_pool_keeps_its_door_shut_over_a_publication() -> None:
         await stream.aclose()
 
     drive(engines, scenario)
+
+
+def test_a_version_is_announced_once_before_an_engine_serves_it() -> None:
+    engines = {name: RuleEngine() for name in "ab"}
+    serving: list[dict[str, str]] = []
+
+    async def scenario(pool: EnginePool, publication: Publication) -> None:
+        engines["b"].answers.clear()
+        await publication.publish(
+            version(2),
+            weights={"digest": "d2"},
+            digest="d2",
+            announce=lambda: serving.append(states(pool)),
+        )
+        assert states(pool) == {"a": "serving", "b": "quarantined"}
+        engines["b"].answers.set()
+        assert await publication.catch_up("b")
+
+    drive(engines, scenario)
+    assert [seen["a"] for seen in serving] == ["paused"]
+
+
+def test_a_version_that_nobody_acknowledges_is_not_announced() -> None:
+    engines = {"a": RuleEngine()}
+    announced: list[int] = []
+
+    async def scenario(pool: EnginePool, publication: Publication) -> None:
+        del pool
+        engines["a"].wrong_digest = True
+        with pytest.raises(TrainingError, match="no engine acknowledged"):
+            await publication.publish(
+                version(2),
+                weights={"digest": "d2"},
+                digest="d2",
+                announce=lambda: announced.append(2),
+            )
+
+    drive(engines, scenario)
+    assert not announced

@@ -213,6 +213,7 @@ def choose(
     Raises:
         NothingToResumeError: Nothing was ever committed.
         DamagedError: Something was committed and none of it can be used.
+        StorageError: The same, and some of it could merely not be read.
         FutureFormatError: The newest one is intact but of a newer format.
     """
     if not committed:
@@ -236,12 +237,18 @@ def choose(
         for problem in report.problems:
             fields = {"file": problem.file, "reason": problem.reason}
             events("checkpoint_damaged", {"name": record.directory, **fields})
-    raise DamagedError(
-        f"none of {len(damaged)} committed checkpoints can be used",
-        where=", ".join(f"{bad.directory} ({bad.reason})" for bad in damaged),
-        rule="a run whose checkpoints are damaged is never started afresh silently",
-        way_out="put one of them back from a copy, or start a new run in another directory",
-    )
+    raise _none_usable(damaged)
+
+
+def _none_usable(damaged: Sequence[VerifyReport]) -> DamagedError | StorageError:
+    what = f"none of {len(damaged)} committed checkpoints can be used"
+    where = ", ".join(f"{bad.directory} ({bad.reason})" for bad in damaged)
+    rule = "a run whose checkpoints are damaged is never started afresh silently"
+    if any(problem.unreadable for report in damaged for problem in report.problems):
+        way_out = "check the disk, then resume; nothing was moved or deleted"
+        return StorageError(what, where=where, rule=rule, way_out=way_out)
+    way_out = "put one of them back from a copy, or start a new run in another directory"
+    return DamagedError(what, where=where, rule=rule, way_out=way_out)
 
 
 def quarantine(storage: Storage, report: VerifyReport) -> None:

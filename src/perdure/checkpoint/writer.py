@@ -123,7 +123,7 @@ def _temporary(path: str) -> str:
 def _verify_written(images: ImageFiles, root: str, file: str, entry: FileEntry) -> None:
     problem = images.check(root, file, entry)
     if problem is not None:
-        raise DamagedError(
+        raise (StorageError if problem.unreadable else DamagedError)(
             f"reads back wrong right after it was written ({problem.reason})",
             where=f"{root}/{file}",
             rule="a checkpoint is committed only if it reads back as written",

@@ -8,7 +8,7 @@ again only after it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,19 @@ class Acknowledgements:
     missing: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Offer:
     version: PolicyVersion
     digest: str
     weights: Weights
+    announce: Callable[[], None] | None
+    """Still to be called; None once it was."""
+
+    def acknowledged(self) -> None:
+        """An engine holds it and is about to serve."""
+        announce, self.announce = self.announce, None
+        if announce is not None:
+            announce()
 
 
 class Publication:
@@ -82,12 +90,19 @@ class Publication:
         return None if self._current is None else self._current.version
 
     async def publish(
-        self, version: PolicyVersion, *, weights: Mapping[str, Any], digest: str
+        self,
+        version: PolicyVersion,
+        *,
+        weights: Mapping[str, Any],
+        digest: str,
+        announce: Callable[[], None] | None = None,
     ) -> Acknowledgements:
         """Bring ``weights`` to every engine as ``version``. They may change again afterwards.
 
         An engine that is late goes on loading; it is admitted when it acknowledges, unless another
-        version has come by then.
+        version has come by then. ``announce`` is called when the first engine has acknowledged,
+        before any of them serves: other engines may be late, and tokens of a version come after the
+        record of it.
 
         Raises:
             TrainingError: No engine acknowledged ``digest``; none serves.
@@ -98,7 +113,7 @@ class Publication:
             laid_out = await self._transport.lay_out(
                 version, weights, incarnation=self._incarnation
             )
-            self._current = offer = _Offer(version, digest, laid_out)
+            self._current = offer = _Offer(version, digest, laid_out, announce)
             await self._forget_late(list(self._late))
             names = list(self._target.takers)
             reasons = await asyncio.gather(
@@ -171,6 +186,7 @@ class Publication:
                 where=f"publication of policy version {offer.version}",
             )
         if offer is self._current:
+            offer.acknowledged()
             await self._target.admit(name)
 
     async def _forget_late(self, names: list[str]) -> None:

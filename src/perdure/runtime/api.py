@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -89,8 +89,11 @@ class Runtime(Protocol):
         """Restore the engines' memory; weights follow with :meth:`publish`."""
         ...
 
-    async def publish(self, version: PolicyVersion) -> str:
-        """Publish the learner's weights to all engines; returns the acknowledged digest."""
+    async def publish(self, version: PolicyVersion, *, announce: Callable[[], None]) -> str:
+        """Publish the learner's weights to all engines; returns the acknowledged digest.
+
+        ``announce`` is called once an engine has acknowledged, before any of them serves.
+        """
         ...
 
     async def supervised_step(

@@ -96,10 +96,12 @@ class LocalRuntime:
             await self._pool.wake()
             self._asleep = False
 
-    async def publish(self, version: PolicyVersion) -> str:
+    async def publish(self, version: PolicyVersion, *, announce: Callable[[], None]) -> str:
         digest = self._learner.policy_digest()
         weights = self._learner.policy_weights()
-        done = await self._publication.publish(version, weights=weights, digest=digest)
+        done = await self._publication.publish(
+            version, weights=weights, digest=digest, announce=announce
+        )
         for engine, reason in done.missing.items():
             self._events("engine_quarantined", {"engine": engine, "reason": reason})
         await self._pool.resume()

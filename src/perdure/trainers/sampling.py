@@ -104,13 +104,17 @@ async def groups_at_hand(ctx: TrainContext, step: GlobalStep, *, count: int) -> 
 
 
 def apply_decision(ctx: TrainContext, step: GlobalStep) -> Decision:
-    """Evict what the rules exclude and pay for every eviction with a new prompt."""
+    """Evict what the rules exclude and pay for every eviction with a new prompt.
+
+    Returns what the rules say afterwards, the new prompts included.
+    """
     decision = _evict_unfit(ctx, step)
-    if decision.refill:
-        ctx.store.refill(next_prompts(ctx, step, count=decision.refill))
-        ctx.faults.reach(FaultPoint.GROUPS_SUBMITTED)
-        ctx.runtime.groups_submitted()
-    return decision
+    if not decision.refill:
+        return decision
+    ctx.store.refill(next_prompts(ctx, step, count=decision.refill))
+    ctx.faults.reach(FaultPoint.GROUPS_SUBMITTED)
+    ctx.runtime.groups_submitted()
+    return decide(ctx.store.state, global_step=step, rules=sampling_rules(ctx.config))
 
 
 def _evict_unfit(ctx: TrainContext, step: GlobalStep) -> Decision:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from perdure.checkpoint import CheckpointOptions, StagedInfo
 from perdure.checkpoint.keep import Best, Keep
-from perdure.core.errors import StorageError
+from perdure.core.errors import DamagedError, StorageError
 from perdure.core.ids import CheckpointName, GlobalStep, LogPosition, PolicyVersion
 from perdure.core.records import Checkpointed, ControlRecord
 from perdure.trainers.checkpoint_config import CheckpointConfig
@@ -51,7 +51,7 @@ def save_at_stop(ctx: TrainContext) -> None:
         return
     try:
         stage_checkpoint(ctx, phase, step, must=True)
-    except StorageError as error:
+    except (StorageError, DamagedError) as error:
         ctx.events("warning", {"message": f"no checkpoint at the stop: {error}"})
 
 
@@ -66,7 +66,7 @@ def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) ->
     goes on far beyond it.
 
     Raises:
-        StorageError: ``must`` and it could not be committed.
+        StorageError, DamagedError: ``must`` and it could not be committed.
     """
     state = ctx.store.state
     position = _position(ctx, phase, step)

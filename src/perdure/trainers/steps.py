@@ -7,11 +7,12 @@ publish → validation and metrics → release → the counter goes up.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultPoint
-from perdure.core.ids import GlobalStep, GroupId, OptimizerStep, UpdateId
+from perdure.core.ids import GlobalStep, GroupId, LogPosition, OptimizerStep, UpdateId
 from perdure.core.records import Published, StepDone, UpdateFailed
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import Decision, decide
@@ -173,15 +174,24 @@ async def complete_step(ctx: TrainContext, step: GlobalStep) -> None:
 
 
 async def publish_weights(ctx: TrainContext, step: GlobalStep) -> None:
-    """Publish the current weights. The same bytes keep their version; other bytes get a new one."""
+    """Publish the current weights. The same bytes keep their version; other bytes get a new one.
+
+    The log has the version before it has tokens of it.
+    """
     await ctx.runtime.wake_rollout()
     started_s = ctx.clock.monotonic_s()
-    known = ctx.store.state.version_of(await ctx.runtime.policy_digest())
-    version = known or ctx.store.state.next_version
-    digest = await ctx.runtime.publish(version)
-    if known is None:
-        record = Published(version=version, digest=digest, global_step=step)
-        await acknowledged(ctx.store, ctx.store.append(record))
+    digest = await ctx.runtime.policy_digest()
+    version = ctx.store.state.version_of(digest) or ctx.store.state.next_version
+    logged: list[Future[LogPosition]] = []
+
+    def announce() -> None:
+        if ctx.store.state.version_of(digest) is None:
+            record = Published(version=version, digest=digest, global_step=step)
+            logged.append(ctx.store.append(record))
+
+    await ctx.runtime.publish(version, announce=announce)
+    for record in logged:
+        await acknowledged(ctx.store, record)
     ctx.faults.reach(FaultPoint.WEIGHTS_PUBLISHED)
     seconds = ctx.clock.monotonic_s() - started_s
     ctx.events("published", {"version": version, "digest": digest, "seconds": seconds})

@@ -1,0 +1,120 @@
+"""What may befall a simulated run, drawn from its seed."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from perdure.config import load_config
+from perdure.core.keyed_random import generator
+from perdure.trainers.config import RunConfig
+
+T = TypeVar("T")
+RECIPE = Path(__file__).parents[1] / "drills" / "drill_recipe.yaml"
+
+
+class Ending(enum.Enum):
+    """How a life of a run ends, unless the training is over before."""
+
+    POWER = "power"
+    """The machine loses power; what was not synced is gone, kept or torn."""
+    KILL = "kill"
+    """The process is killed; what was written stays."""
+    STOP = "stop"
+    """SIGTERM: an orderly stop."""
+    DISK = "disk"
+    """Storage operations fail or are slow; the run goes on, or ends with what the disk says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        endings: Of the lives before the last one, in order.
+        rewinds: Numbers of the lives (from 2) that go on without redo.
+        engines: Of ``separate_async``; the other modes have one.
+        deaths: Engines killed on the way.
+        wedges: Engines that stop answering on the way.
+        replaced: Lost engines are replaced; otherwise one is always left.
+        wrong_digests: Publications that one engine acknowledges wrongly.
+        late: Share of publications that an engine acknowledges too late.
+        slow: Share of sessions whose tokens take thirty times as long.
+        failing: Share of answers at which the verifier raises.
+    """
+
+    seed: int
+    mode: str
+    overrides: tuple[str, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    rewinds: tuple[int, ...] = ()
+    engines: int = 2
+    deaths: int = 0
+    wedges: int = 0
+    replaced: bool = False
+    wrong_digests: int = 0
+    late: float = 0.0
+    slow: float = 0.0
+    failing: float = 0.0
+
+    def config(self) -> RunConfig:
+        return load_config(
+            RunConfig,
+            RECIPE,
+            [
+                f"mode={self.mode}",
+                "learner.supervised.steps=0",
+                "validation.prompts=0",
+                "rollout.max_new_tokens=24",
+                *self.overrides,
+            ],
+        )
+
+
+def drawn(mode: str, seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = generator(seed, f"scenario {mode}")
+    lives = int(rng.integers(5))
+    overrides = [f"trainer.local_updates_per_step={_one_of(rng, (1, 2, 4))}"]
+    overrides.append(f"sampler.dynamic_filter={str(rng.random() < 0.2).lower()}")
+    separate = mode == "separate_async"
+    replaced = bool(rng.random() < 0.5)
+    if mode != "sync":
+        overrides += _limits(rng)
+    return Scenario(
+        seed,
+        mode,
+        tuple(overrides),
+        endings=tuple(_one_of(rng, tuple(Ending)) for _ in range(lives)),
+        rewinds=tuple(life for life in range(2, lives + 2) if rng.random() < 0.1),
+        engines=int(rng.integers(1 if replaced else 2, 4)),
+        deaths=int(rng.integers(3)) if separate else 0,
+        wedges=int(rng.integers(2)) if separate else 0,
+        replaced=separate and replaced,
+        wrong_digests=int(rng.integers(3)) if separate else 0,
+        late=0.05 if separate and rng.random() < 0.3 else 0.0,
+        slow=0.05 if rng.random() < 0.3 else 0.0,
+        failing=0.02 if rng.random() < 0.3 else 0.0,
+    )
+
+
+def _limits(rng: np.random.Generator) -> list[str]:
+    found = [
+        f"sampler.max_prompt_age={rng.integers(1, 5)}",
+        f"sampler.age_policy={_one_of(rng, ('drop', 'wait'))}",
+        f"sampler.num_warmup_batches={rng.integers(4)}",
+    ]
+    if rng.random() < 0.25:
+        found.append(f"sampler.max_version_span={rng.integers(1, 4)}")
+    if rng.random() < 0.25:
+        found.append(f"sampler.max_version_lag={rng.integers(3)}")
+    return found
+
+
+def _one_of(rng: np.random.Generator, choices: Sequence[T]) -> T:
+    return choices[int(rng.integers(len(choices)))]
