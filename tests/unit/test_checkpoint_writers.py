@@ -187,6 +187,33 @@ def test_a_writer_lost_in_the_middle_is_replaced_and_the_save_committed(
     rig.engine.close()
 
 
+@pytest.mark.parametrize("writer", ["process", "thread", "memory"])
+def test_a_save_that_is_not_waited_for_any_longer_ends_at_its_next_chunk(
+    tmp_path: Path, writer: str
+) -> None:
+    storage = MemoryStorage() if writer == "memory" else PosixStorage(tmp_path)
+    rig = Rig(storage, writer="process" if writer == "process" else "thread")
+    assert rig.stage(1, must=True)
+    arrived, left = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        if writer == "process":
+            os.kill(rig.pid(), signal.SIGSTOP)
+        arrived.set()
+        assert writer == "process" or left.wait(WAIT_S)
+
+    rig.at.do(FaultPoint.CHECKPOINT_FILE_WRITTEN, hold)
+    assert rig.stage(2)
+    assert arrived.wait(WAIT_S)
+    with pytest.raises(StorageError, match=r"before the grace period did.*grace_s"):
+        rig.engine.close(SystemClock().monotonic_s() + 0.05)
+    left.set()
+    assert rig.engine.wait(WAIT_S)
+    assert "was given up" in str(rig.engine.last_error)
+    assert [record.step for record in rig.ledger.committed()] == [1]
+    assert not rig.said("checkpoint_writer_lost")
+
+
 def test_a_writer_lost_again_and_again_fails_the_save_and_not_the_next(tmp_path: Path) -> None:
     rig = Rig(PosixStorage(tmp_path), writer="process")
     assert rig.stage(1, must=True)

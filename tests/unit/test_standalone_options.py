@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from standalone_loops import Script
+from standalone_loops import Gate, Script
 
 from perdure import CheckpointEngine, every
-from perdure.core.errors import ConfigError
+from perdure.core.errors import ConfigError, StorageError
+from perdure.core.faults import FaultPoint
 from perdure.storage import MemoryStorage
 
 
@@ -31,6 +32,10 @@ from perdure.storage import MemoryStorage
         ("grace_s", "30", "grace_s"),
         ("grace_s", -1, "grace_s"),
         ("grace_s", math.nan, "grace_s"),
+        ("must_timeout_s", 0, "must_timeout_s"),
+        ("must_timeout_s", "600", "must_timeout_s"),
+        ("stall_timeout_s", math.inf, "stall_timeout_s"),
+        ("stall_timeout_s", -1.0, "stall_timeout_s"),
         ("required", "policy", r"required=\['policy'\]"),
         ("cold", "replay", r"cold=\['replay'\]"),
         ("accept_changes", "opt", r"accept_changes=\['opt'\]"),
@@ -109,3 +114,11 @@ def test_inside_of_something_a_read_only_array_is_replaced(shape: tuple[int, ...
     again.engine.register(held=fresh)
     again.run(2)
     np.testing.assert_array_equal(fresh["x"], np.full(shape, 2, np.float32))
+
+
+def test_the_last_save_is_waited_for_as_long_as_the_script_says() -> None:
+    gate = Gate(FaultPoint.CHECKPOINT_FILES_DURABLE)
+    script = Script(MemoryStorage(), faults=gate, must_timeout_s=0.05, save=every(steps=100))
+    with pytest.raises(StorageError, match=r"within 0\.05 s.*raise must_timeout_s"):
+        script.run(3)
+    gate.open()

@@ -88,7 +88,10 @@ class TestSigterm:
         class Now(Exception):
             pass
 
+        heard: list[int] = []
+
         def mine(number: int, frame: object) -> None:
+            heard.append(number)
             raise Now
 
         def each(step: int) -> None:
@@ -104,6 +107,7 @@ class TestSigterm:
         finally:
             signal.signal(signal.SIGTERM, before)
         assert committed(storage) == [10]
+        assert heard == [signal.SIGTERM]
 
     def test_a_save_that_does_not_end_within_the_grace_period_is_not_waited_for(self) -> None:
         gate = Gate(FaultPoint.CHECKPOINT_FILES_DURABLE)
@@ -114,17 +118,99 @@ class TestSigterm:
             terminate(3)(step)
             clock.advance(6.0 if step == 3 else 0.0)
 
-        script.events.seen.clear()
-        original = script.engine._warn
-
-        def warn(message: str) -> None:
-            original(message)
-            gate.open()
-
-        script.engine._warn = warn  # type: ignore[method-assign]
         with pytest.raises(SystemExit):
             script.run(each=each)
+        # Nobody has opened the gate yet: leaving has not waited either.
+        gate.open()
         assert "step 3 is NOT saved" in script.events.warnings()[0]
+        assert "did not end before the grace period did" in script.events.warnings()[1]
+
+    def test_breaking_out_waits_for_a_pending_save_no_longer(self) -> None:
+        gate = Gate(FaultPoint.CHECKPOINT_FILES_DURABLE)
+        clock, heard = StillClock(), list[int]()
+        script = Script(MemoryStorage(), faults=gate, clock=clock, grace_s=5.0)
+
+        def each(step: int) -> bool:
+            terminate(12)(step)
+            clock.advance(6.0 if step == 12 else 0.0)
+            return step == 12
+
+        before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+        try:
+            script.run(each=each, hurry=True)
+            gate.open()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert heard == [signal.SIGTERM]
+        assert "did not end before the grace period did" in script.events.warnings()[0]
+
+    def test_breaking_out_does_not_lose_the_handler_before(self) -> None:
+        storage, heard = MemoryStorage(), list[list[int]]()
+
+        def mine(number: int, frame: object) -> None:
+            heard.append(committed(storage))
+
+        def each(step: int) -> bool:
+            terminate(17)(step)
+            return step == 17
+
+        before = signal.signal(signal.SIGTERM, mine)
+        try:
+            script = Script(storage)
+            script.run(each=each)
+            assert heard == [[10]]
+            assert signal.getsignal(signal.SIGTERM) is mine
+            script.run(each=lambda step: step == 19)
+            assert heard == [[10]], "once"
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def test_what_the_handler_before_raises_is_not_lost_with_the_iterator(self) -> None:
+        class Now(Exception):
+            pass
+
+        def mine(number: int, frame: object) -> None:
+            raise Now
+
+        def each(step: int) -> bool:
+            terminate(17)(step)
+            return step == 17
+
+        def leave_and_go_on() -> None:
+            Script(MemoryStorage()).run(each=each)
+            threading.Event().wait(WAIT_S)
+
+        before = signal.signal(signal.SIGTERM, mine)
+        try:
+            with pytest.raises(Now):
+                leave_and_go_on()
+            assert signal.getsignal(signal.SIGTERM) is mine
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    @pytest.mark.parametrize(
+        ("after", "status"),
+        [("time.sleep(60)", -signal.SIGTERM), ("sys.exit(3)", 3), ("raise ValueError", 1)],
+    )
+    def test_breaking_out_ends_a_process_that_does_not_end_itself(
+        self, tmp_path: Path, after: str, status: int
+    ) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(
+            "import os, signal, sys, time\n"
+            "from perdure import CheckpointEngine\n"
+            f"engine = CheckpointEngine({str(tmp_path / 'run')!r})\n"
+            "engine.register(counters={'n': 0})\n"
+            "for step in engine.steps(9):\n"
+            "    os.kill(os.getpid(), signal.SIGTERM)\n"
+            "    break\n"
+            f"{after}\n"
+        )
+        ended = subprocess.run(
+            [sys.executable, script], check=False, timeout=50, capture_output=True, text=True
+        )
+        assert ended.returncode == status
+        assert ("ValueError" in ended.stderr) == ("ValueError" in after)
 
     def test_a_failing_save_still_leaves(self) -> None:
         script = Script(full_at("step-00000003"))

@@ -177,14 +177,17 @@ class Checkpointer:
         """Wait until no save is pending; False if some still are after ``timeout_s``."""
         return self._pipeline.wait(timeout_s)
 
-    def close(self) -> None:
+    def close(self, deadline_s: float | None = None) -> None:
         """Wait for pending saves, end the thread and the process, give the arenas back.
 
+        Args:
+            deadline_s: On the clock's monotonic scale; ``must_timeout_s`` from now by default.
+
         Raises:
-            StorageError: A save did not end within ``must_timeout_s``.
+            StorageError: A save did not end in time; it is given up.
             Exception: What a save did not expect; raised when everything is given back.
         """
-        self._pipeline.close()
+        self._pipeline.close(deadline_s)
 
     def verify(self, directory: str) -> VerifyReport:
         """Check every byte of a checkpoint, and its manifest against the ledger."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator
 from typing import Literal, Protocol
 
 import xxhash
@@ -42,6 +43,10 @@ class ImageFiles(Protocol):
         """What is wrong with a file just written, if anything."""
         ...
 
+    def give_up(self) -> None:
+        """From another thread: what is being written fails at its next chunk."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -66,12 +71,17 @@ class StorageFiles:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
+        self._giving_up = GivingUp()
 
     def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
-        return append_file(self._storage, path, arena.file_bytes(image))
+        data = arena.file_bytes(image)
+        return append_file(self._storage, path, data, progress=self._giving_up.check)
 
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         return check_file(self._storage, root, file, entry)
+
+    def give_up(self) -> None:
+        self._giving_up.set()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -82,10 +92,16 @@ class DirectFiles:
 
     def __init__(self, storage: PosixStorage) -> None:
         self._storage = storage
+        self.giving_up = GivingUp()
 
     def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
         with _refusing("write", path):
-            sums = bulk.write_image(self._full(path), arena.file_blocks(image), image.size)
+            sums = bulk.write_image(
+                self._full(path),
+                arena.file_blocks(image),
+                image.size,
+                progress=self.giving_up.check,
+            )
         return entry_of(image.size, sums)
 
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
@@ -93,8 +109,16 @@ class DirectFiles:
         if not has_size(self._storage, path, entry):
             return check_file(self._storage, root, file, entry)
         with _refusing("read", path):
-            bad = bulk.check_image(self._full(path), entry.bytes, _chunk_sums(entry))
+            bad = bulk.check_image(
+                self._full(path),
+                entry.bytes,
+                _chunk_sums(entry),
+                progress=self.giving_up.check,
+            )
         return _problem(file, bad, entry)
+
+    def give_up(self) -> None:
+        self.giving_up.set()
 
     def close(self) -> None:
         """Nothing is held."""
@@ -130,6 +154,7 @@ class ProcessFiles:
 
     def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
         full = str(self._storage.root / path)
+        self._direct.giving_up.check()
         for _ in range(2):
             memory = arena.shared
             if memory is None or not self._usable:
@@ -158,18 +183,52 @@ class ProcessFiles:
                 self._lost(lost)
         raise _gave_up(path)
 
+    def give_up(self) -> None:
+        self._direct.give_up()
+        self._process.interrupt()
+
     def close(self) -> None:
         """End the process."""
         self._process.close()
 
     def _lost(self, lost: BulkProcessLost) -> None:
+        self._direct.giving_up.check()
         self._usable = lost.started
         replacement = "another one" if lost.started else "a thread"
         self._events("checkpoint_writer_lost", {"reason": str(lost), "replacement": replacement})
 
 
-def append_file(storage: Storage, path: str, data: memoryview) -> FileEntry:
-    """Write a new file durably, hashing on the way; the checksums are those of the memory."""
+class GivingUp:
+    """Lets another thread make a write fail."""
+
+    def __init__(self) -> None:
+        self._given_up = threading.Event()
+
+    def set(self) -> None:
+        """Whoever checks next fails."""
+        self._given_up.set()
+
+    def check(self) -> None:
+        """Raises ``StorageError`` once given up."""
+        if self._given_up.is_set():
+            raise StorageError(
+                "the save was given up",
+                rule="when the loop is left, a save is waited for until a deadline",
+                way_out="look at the disk, or raise must_timeout_s or grace_s",
+            )
+
+
+def append_file(
+    storage: Storage,
+    path: str,
+    data: memoryview,
+    *,
+    progress: Callable[[], None] = bulk.no_progress,
+) -> FileEntry:
+    """Write a new file durably, hashing on the way; the checksums are those of the memory.
+
+    ``progress`` is called after every chunk.
+    """
     whole, chunks = xxhash.xxh3_128(), list[str]()
     file = storage.create_append(path)
     try:
@@ -178,6 +237,7 @@ def append_file(storage: Storage, path: str, data: memoryview) -> FileEntry:
             whole.update(piece)
             chunks.append(xxhash.xxh3_128(piece).hexdigest())
             file.append([piece])
+            progress()
         file.sync()
     finally:
         file.close()

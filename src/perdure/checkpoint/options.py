@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from perdure.checkpoint.image_files import WriterKind
 from perdure.checkpoint.keep import Keep
 from perdure.core.errors import ConfigError
+
+MUST_TIMEOUT_S = 600.0
+STALL_TIMEOUT_S = 120.0
+_USUAL_S = {"must_timeout_s": MUST_TIMEOUT_S, "stall_timeout_s": STALL_TIMEOUT_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +33,10 @@ class CheckpointOptions:
 
     keep: int | Keep = 2
     commit_timeout_s: float = 60.0
-    must_timeout_s: float = 600.0
+    must_timeout_s: float = MUST_TIMEOUT_S
     arenas: Literal[1, 2] = 2
     writer: WriterKind = "auto"
-    stall_timeout_s: float = 120.0
+    stall_timeout_s: float = STALL_TIMEOUT_S
 
     def __post_init__(self) -> None:
         # Refuses what is out of range.
@@ -50,6 +55,15 @@ class CheckpointOptions:
                 rule="a process of its own writes, or a thread, or what suits the size",
                 way_out="use one of " + ", ".join(get_args(WriterKind)),
             )
+        for name, usual_s in _USUAL_S.items():
+            value: object = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value < threading.TIMEOUT_MAX:
+                raise ConfigError(
+                    f"is {value!r}",
+                    where=f"checkpoint.{name}",
+                    rule="seconds, above 0",
+                    way_out=f"leave it out: {usual_s:g} s",
+                )
 
     @property
     def rules(self) -> Keep:

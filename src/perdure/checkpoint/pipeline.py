@@ -163,18 +163,23 @@ class SavePipeline:
             self.reap()
         return True
 
-    def close(self) -> None:
+    def close(self, deadline_s: float | None = None) -> None:
         """Wait for pending jobs, end the thread and the process, give the arenas back.
 
+        Args:
+            deadline_s: On the clock's monotonic scale; ``must_timeout_s`` from now by default.
+
         Raises:
-            StorageError: A job did not end within ``must_timeout_s``.
+            StorageError: A job did not end in time; what it writes is given up.
             Exception: What a job did not expect; raised when everything is given back.
         """
         unexpected: list[Exception] = []
         drained = False
         try:
-            drained = self._drain(unexpected)
+            drained = self._drain(unexpected, deadline_s)
         finally:
+            if not drained:
+                self._images.give_up()
             if self.executor is None:
                 self._executor.shutdown(wait=drained, cancel_futures=True)
         if drained:
@@ -184,23 +189,27 @@ class SavePipeline:
         if unexpected:
             raise unexpected[0]
         if not drained:
-            raise self.too_slow("checkpoints")
+            raise self.too_slow("checkpoints", deadline_s=deadline_s)
 
-    def _drain(self, unexpected: list[Exception]) -> bool:
+    def _drain(self, unexpected: list[Exception], deadline_s: float | None) -> bool:
         """Wait for all pending jobs; False if some have not ended in time."""
-        deadline_s = self.clock.monotonic_s() + self.options.must_timeout_s
+        if deadline_s is None:
+            deadline_s = self.clock.monotonic_s() + self.options.must_timeout_s
         while True:
             try:
                 return self.wait(deadline_s - self.clock.monotonic_s())
             except Exception as error:  # noqa: BLE001 - one job's failure must not lose the next
                 unexpected.append(error)
 
-    def too_slow(self, where: str) -> StorageError:
+    def too_slow(self, where: str, *, deadline_s: float | None = None) -> StorageError:
         """The error of a save that is still going on when it should have ended."""
+        limit, option = f"within {self.options.must_timeout_s:g} s", "must_timeout_s"
+        if deadline_s is not None:
+            limit, option = "before the grace period did", "grace_s"
         return StorageError(
-            f"a save did not end within {self.options.must_timeout_s:g} s",
+            f"a save did not end {limit}",
             where=where,
-            way_out="look at the disk, or raise the limit",
+            way_out=f"look at the disk, or raise {option}",
         )
 
     @property

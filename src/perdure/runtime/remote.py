@@ -126,11 +126,14 @@ class Remote:
         """Where shipping stands; None before it began."""
         return self._tier.status() if self._tier is not None else None
 
-    def close(self) -> None:
+    def close(self, deadline_s: float | None = None) -> None:
         """Ship what is missing, within a bound, and end the thread.
+
+        Args:
+            deadline_s: A nearer bound, on the clock's monotonic scale.
 
         Raises:
             Exception: What shipping did not expect. A store that refuses is only reported.
         """
         if self._tier is not None:
-            self._tier.close()
+            self._tier.close(deadline_s)

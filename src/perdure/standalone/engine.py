@@ -12,6 +12,7 @@ from typing import NoReturn, Self, Unpack
 from perdure.checkpoint import CheckpointOptions, Choice
 from perdure.checkpoint.checkpointer import MUST_TRIES
 from perdure.checkpoint.keep import Keep
+from perdure.checkpoint.options import MUST_TIMEOUT_S, STALL_TIMEOUT_S
 from perdure.checkpoint.tier import ObjectStore, TierStatus
 from perdure.core.clock import SystemClock
 from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
@@ -71,6 +72,8 @@ class CheckpointEngine:
             keep=keep,
             arenas=options.get("arenas", 2),
             writer=options.get("writer", "auto"),
+            must_timeout_s=options.get("must_timeout_s", MUST_TIMEOUT_S),
+            stall_timeout_s=options.get("stall_timeout_s", STALL_TIMEOUT_S),
         )
         plan = RemotePlan(remote, self._bounds.rules) if remote else None
         self.restored_from: RestoredFrom | None = None
@@ -92,6 +95,7 @@ class CheckpointEngine:
         self._save_requested = False
         self._started_before = False
         self._stop_asked = False
+        self._leave_by_s: float | None = None
         self._metrics: dict[str, float] = {}
 
     @property
@@ -242,7 +246,7 @@ class CheckpointEngine:
         now_s = self._world.clock.monotonic_s()
         self._trigger = SaveTrigger(self._policy, step=self.step, now_s=now_s)
         self._signals = SignalRequests(self._world.clock)
-        self._stop_asked = False
+        self._stop_asked, self._leave_by_s = False, None
         if not self._signals.listen():
             self._warn("signals reach the main thread only: SIGTERM will not save this loop")
 
@@ -342,12 +346,14 @@ class CheckpointEngine:
 
     def _save_and_stop(self, run: OpenRun) -> NoReturn:
         """Save within what is left of the grace period, hand the signal on, and leave the loop."""
-        asked_s, now_s = self._signals.stop_requested_s, self._world.clock.monotonic_s()
         # It may be another rank that was asked.
-        deadline_s = (now_s if asked_s is None else asked_s) + self._options.get("grace_s", GRACE_S)
+        asked_s = self._signals.stop_requested_s
+        self._leave_by_s = self._grace_end_s(
+            self._world.clock.monotonic_s() if asked_s is None else asked_s
+        )
         saved = False
         try:
-            saved = self._saved_by(deadline_s, run)
+            saved = self._saved_by(self._leave_by_s, run)
         except PerdureError as error:
             self._warn(f"SIGTERM: the save before the end failed ({error})")
         self._stop(saved=saved)
@@ -377,10 +383,19 @@ class CheckpointEngine:
             # A worker forked inside the loop leaves it: the run is its parent's.
             return
         self._signals.put_back()
-        if finished:
-            run.close("finished")
-        else:
-            run.abandon("left the loop")
+        asked_s, leave_by_s = self._signals.stop_requested_s, self._leave_by_s
+        if leave_by_s is None and asked_s is not None:
+            leave_by_s = self._grace_end_s(asked_s)
+        try:
+            if finished:
+                run.close("finished", deadline_s=leave_by_s)
+            else:
+                run.abandon("left the loop", deadline_s=leave_by_s)
+        finally:
+            self._signals.make_up_for()
+
+    def _grace_end_s(self, asked_s: float) -> float:
+        return asked_s + self._options.get("grace_s", GRACE_S)
 
     def _set_total(self, total: int | None, *, change: bool) -> None:
         progress = self._parts.progress

@@ -68,13 +68,13 @@ class JoinedRun:
     def store_segments(self) -> None:
         """Ranks that save together have no segments."""
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, deadline_s: float | None = None) -> None:
         del reason
-        self.saver.close()
+        self.saver.close(deadline_s)
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, *, deadline_s: float | None = None) -> None:
         try:
-            self.close(reason)
+            self.close(reason, deadline_s=deadline_s)
         except PerdureError as error:
             self._world.events("warning", {"message": f"while the run was closed: {error}"})
 

@@ -41,7 +41,11 @@ class EngineOptions(TypedDict, total=False):
             raising refuses to go on.
         arenas: Copies of the state that fit into memory beside it: 2, or 1 on tight hosts.
         writer: Who writes: a ``process`` of its own, a ``thread``, or by size (``auto``).
-        grace_s: After SIGTERM, seconds from the signal within which the save must be durable.
+        grace_s: After SIGTERM, seconds from the signal within which the save must be durable;
+            leaving the loop waits for nothing any longer.
+        must_timeout_s: Longest wait for the save of the last step, and for saves that are still
+            being written when the loop ends (600).
+        stall_timeout_s: A writer process without a sign of life for so long is replaced (120).
         events: Receives every event; the logger ``perdure`` by default.
         clock, faults, storage: For tests.
     """
@@ -57,6 +61,8 @@ class EngineOptions(TypedDict, total=False):
     arenas: Literal[1, 2]
     writer: WriterKind
     grace_s: float
+    must_timeout_s: float
+    stall_timeout_s: float
     events: EventSink
     clock: Clock
     faults: FaultHook

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -64,16 +65,17 @@ class ClaimedByUs:
     def store_segments(self) -> None:
         self.saver.store_segments(self._claimed.incarnation)
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, deadline_s: float | None = None) -> None:
         with contextlib.ExitStack() as stack:
             if self._world.remote is not None:
                 # Last: it ships the end of the log as well.
-                stack.callback(self._world.remote.close)
+                stack.callback(self._world.remote.close, deadline_s)
             stack.callback(self._store.close, reason)
-            self.saver.close()
+            self.saver.close(deadline_s)
 
-    def abandon(self, reason: str) -> None:
-        for end in (self._world.team.leave, self.close):
+    def abandon(self, reason: str, *, deadline_s: float | None = None) -> None:
+        close = functools.partial(self.close, deadline_s=deadline_s)
+        for end in (self._world.team.leave, close):
             try:
                 end(reason)
             except PerdureError as error:

@@ -113,15 +113,20 @@ class OpenRun(Protocol):
         """Store what is there of whole segments, if the saver has nothing else to do."""
         ...
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, *, deadline_s: float | None = None) -> None:
         """Wait for pending saves and let the run go.
+
+        Args:
+            reason: For the log.
+            deadline_s: On the clock's monotonic scale; saves and shipments that have not ended
+                then are given up.
 
         Raises:
             PerdureError: Something could not be made durable. The run is let go all the same.
         """
         ...
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: str, *, deadline_s: float | None = None) -> None:
         """As :meth:`close`, while another error is on its way: failures are reported only."""
         ...
 

@@ -97,6 +97,12 @@ class BulkProcess:
         self._received = b""
         self._mapped.clear()
 
+    def interrupt(self) -> None:
+        """From another thread: kill it. Whoever waits for it learns that it is lost."""
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _map(self, memory: SharedMemory) -> None:
         """Have the process map it, and let go of the one it has not used for longest."""
         if memory.key in self._mapped:

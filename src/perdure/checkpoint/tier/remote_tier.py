@@ -141,21 +141,29 @@ class RemoteTier:
             retries=self._objects.retries,
         )
 
-    def close(self) -> TierStatus:
+    def close(self, deadline_s: float | None = None) -> TierStatus:
         """Ship what is missing within ``close_timeout_s``, end the thread, say where it stands.
+
+        Args:
+            deadline_s: Nothing is waited for any longer, on the clock's monotonic scale.
 
         Raises:
             Exception: What a round did not expect.
         """
         self._closing = True
         self._wake.set()
-        self._thread.join(timeout=self._options.close_timeout_s)
+        self._join(self._options.close_timeout_s, deadline_s)
         self._stop.set()
         self._wake.set()
-        self._thread.join(timeout=self._options.call_timeout_s)
+        self._join(self._options.call_timeout_s, deadline_s)
         self._executor.shutdown(wait=not self._thread.is_alive(), cancel_futures=True)
         self._raise_unexpected()
         return self.status()
+
+    def _join(self, timeout_s: float, deadline_s: float | None) -> None:
+        if deadline_s is not None:
+            timeout_s = min(timeout_s, max(0.0, deadline_s - self._clock.monotonic_s()))
+        self._thread.join(timeout=timeout_s)
 
     def _run(self) -> None:
         """The thread: a round whenever one is due, until closed or fenced."""
