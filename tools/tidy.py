@@ -24,7 +24,12 @@ CODE_FOLDERS = ("src", "tests", "tools", "benchmarks", "examples")
 TEXT_FOLDERS = ("docs", "recipes")
 TEXT_SUFFIXES = (".md", ".yaml", ".yml", ".toml")
 
-WRITERS = ("src/perdure/core/clock.py", "src/perdure/storage/", "src/perdure/cli/")
+WRITERS = (
+    "src/perdure/core/clock.py",
+    "src/perdure/storage/",
+    "src/perdure/cli/",
+    "src/perdure/runtime/live_file.py",
+)
 """Where files may be opened for writing."""
 PROJECTIONS = (
     "src/perdure/runtime/metrics_files.py",

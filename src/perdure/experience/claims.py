@@ -192,6 +192,27 @@ def is_held(storage: Storage) -> bool:
         lock.release()
 
 
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """Who claimed an incarnation, and when."""
+
+    host: str
+    pid: int
+    started_wall_s: float
+
+
+def claimant(storage: Storage, incarnation: IncarnationNumber) -> Claimant:
+    """Who claimed an incarnation that exists.
+
+    Raises:
+        DamagedError: Its file is damaged.
+    """
+    path = incarnation_path(incarnation)
+    fields = ("host", "pid", "started_wall_s")
+    value = sealed_json.decode(storage.read(path), where=path, newest_format=FORMAT, fields=fields)
+    return Claimant(str(value["host"]), int(value["pid"]), float(value["started_wall_s"]))
+
+
 def incarnation_path(incarnation: int) -> str:
     """File of an incarnation."""
     return f"{INCARNATION_DIR}/{incarnation}.json"

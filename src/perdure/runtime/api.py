@@ -12,6 +12,7 @@ from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
 from perdure.learner.api import LocalUpdateResult
+from perdure.rollout.members import MemberReport
 from perdure.tasks.api import Prompt
 
 
@@ -69,6 +70,10 @@ class Runtime(Protocol):
 
     def running_sessions(self) -> list[RunningSession]:
         """Sessions in progress, the one started first in front."""
+        ...
+
+    def engines(self) -> tuple[MemberReport, ...]:
+        """Every engine as it is now, lost ones included until they are replaced."""
         ...
 
     async def interrupt_rollout(self) -> None:

@@ -16,6 +16,7 @@ from perdure.experience import OpenGroup
 from perdure.learner.api import Learner, LocalUpdateResult
 from perdure.publish import Publication
 from perdure.rollout import EnginePool
+from perdure.rollout.members import MemberReport
 from perdure.runtime.answers import answer, one_error
 from perdure.runtime.api import RunningSession
 from perdure.runtime.dispatcher import Dispatcher
@@ -77,6 +78,9 @@ class LocalRuntime:
 
     def running_sessions(self) -> list[RunningSession]:
         return self._sessions.running()
+
+    def engines(self) -> tuple[MemberReport, ...]:
+        return self._pool.describe()
 
     async def interrupt_rollout(self) -> None:
         await self._pool.interrupt()

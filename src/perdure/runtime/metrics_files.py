@@ -12,11 +12,11 @@ import json
 import math
 import os
 import threading
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from perdure.core.clock import Clock
 from perdure.core.errors import DamagedError, StorageError
@@ -30,7 +30,10 @@ EVALUATIONS_PATH = f"{METRICS_DIR}/evaluations.jsonl"
 EVENTS_PATH = "events.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
-Row = dict[str, object]
+_EVENTS_READ_BYTES = 2**20
+"""The end of the events that is looked through for the newest of a name."""
+
+Row = dict[str, Any]
 
 
 class MetricsFiles:
@@ -139,6 +142,27 @@ class EventsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def newest_events(run_dir: Path, names: Collection[str]) -> dict[str, Row]:
+    """The newest event of each of these names, as far as the end of ``events.jsonl`` has one."""
+    try:
+        with (run_dir / EVENTS_PATH).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _EVENTS_READ_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    found: dict[str, Row] = {}
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+            if row["event"] in names and float(row["wall_s"]) >= 0:
+                found.setdefault(row["event"], row)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if len(found) == len(names):
+            break
+    return found
 
 
 class LineFile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from perdure.core.events import EventSink
 from perdure.core.records import Evaluated, StepDone
 from perdure.core.storage_api import Storage
 from perdure.runtime.curves import CurveFile
+from perdure.runtime.live_file import LiveFile
 from perdure.runtime.metrics_files import STEPS_PATH, EventsFile, MetricsFiles, read_rows
 
 
@@ -44,12 +45,14 @@ class Views:
     Attributes:
         last_step_shown: Highest global step that the metrics of earlier incarnations show, 0 if
             none; raises ``DamagedError`` if they cannot be read.
+        live: Told now and then how things stand; None: nobody asks.
     """
 
     events: EventSink
     metrics: MetricsView
     curve: CurveView
     last_step_shown: Callable[[], int]
+    live: Callable[[Mapping[str, object]], None] | None = None
 
 
 ViewsFactory = Callable[[Path, Storage, Clock], AbstractContextManager[Views]]
@@ -64,7 +67,8 @@ def file_views(run_dir: Path, storage: Storage, clock: Clock) -> Generator[Views
         stack.callback(events.close)
         metrics = stack.enter_context(MetricsFiles(run_dir, storage=storage, clock=clock))
         shown = partial(last_step_shown, run_dir)
-        yield Views(events, metrics, CurveFile(run_dir, clock=clock), shown)
+        live = LiveFile(run_dir).write
+        yield Views(events, metrics, CurveFile(run_dir, clock=clock), shown, live)
 
 
 def last_step_shown(run_dir: Path) -> int:

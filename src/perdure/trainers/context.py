@@ -60,6 +60,15 @@ class TrainContext:
     """Version of the weights that the step in progress began with; None if they were never
     published, and before its first local update."""
     timings_s: dict[str, float] = field(default_factory=dict[str, float])
+    activity: str = "start"
+    """What the loop is doing or waits for."""
+    activity_since_s: float = 0.0
+    """Monotonic time at which that began."""
+    awaited_groups: int = 0
+    """Finished groups that the loop waits for; 0 while it does not."""
+
+    def __post_init__(self) -> None:
+        self.activity_since_s = self.clock.monotonic_s()
 
     @property
     def groups_per_update(self) -> int:
@@ -80,10 +89,30 @@ class TrainContext:
         """Add the body's wall-clock seconds to ``timings_s[name]`` of the step in progress."""
         started_s = self.clock.monotonic_s()
         try:
-            yield
+            with self.doing(name):
+                yield
         finally:
             seconds = self.clock.monotonic_s() - started_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + seconds
+
+    @contextmanager
+    def doing(self, activity: str) -> Iterator[None]:
+        """Say what the body does, for whoever asks why nothing moves."""
+        outer = self.activity
+        self.activity, self.activity_since_s = activity, self.clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.activity, self.activity_since_s = outer, self.clock.monotonic_s()
+
+    @contextmanager
+    def awaiting(self, groups: int) -> Iterator[None]:
+        """The body waits for so many finished groups."""
+        self.awaited_groups = groups
+        try:
+            yield
+        finally:
+            self.awaited_groups = 0
 
     def begin_step(self) -> None:
         """Forget what belongs to the step that ended."""

@@ -44,6 +44,7 @@ from perdure.trainers.assembly import (
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.leftovers import drop_abandoned, set_poison_aside
+from perdure.trainers.live_facts import telling
 from perdure.trainers.memory import warn_of_memory
 from perdure.trainers.mismatch_watch import MismatchWatch
 from perdure.trainers.pretrained import load_initial_weights
@@ -136,8 +137,9 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
         ctx = _open(launch, claimed, machinery=machinery, views=views, stack=stack, remote=remote)
         _announce_start(ctx, launch)
         try:
-            await _advance(ctx)
-            yield ctx
+            with telling(ctx, opened.live):
+                await _advance(ctx)
+                yield ctx
         except CancelledError:
             if launch.stop.signum is not None and not launch.stop.at_once:
                 save_at_stop(ctx)

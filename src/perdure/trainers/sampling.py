@@ -10,25 +10,11 @@ from dataclasses import dataclass
 from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.experience import AgePolicy, Decision, SamplingRules, decide
+from perdure.experience import Decision, decide
 from perdure.experience.age_policy import prompt_age
-from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 from perdure.trainers.prompts import MAX_REFILL_ROUNDS, next_prompts
-
-
-def sampling_rules(config: RunConfig) -> SamplingRules:
-    """The limits of a configuration; an on-policy mode has none."""
-    sampler = config.sampler
-    if config.mode == "sync":
-        return SamplingRules(dynamic_filter=sampler.dynamic_filter)
-    return SamplingRules(
-        AgePolicy(sampler.age_policy),
-        sampler.max_prompt_age,
-        max_version_span=sampler.max_version_span,
-        max_version_lag=sampler.max_version_lag,
-        dynamic_filter=sampler.dynamic_filter,
-    )
+from perdure.trainers.sampling_rules import sampling_rules
 
 
 def submit_prompts(ctx: TrainContext, step: GlobalStep) -> None:
@@ -63,7 +49,7 @@ async def wait_for_groups(ctx: TrainContext, step: GlobalStep, *, count: int) ->
     stall = _Stall(ctx)
     evicted = ctx.store.state.table.evictions.total()
     settled = await ctx.runtime.wait_for_settled(beyond=-1, timeout_s=0)
-    with ctx.timed("generate"):
+    with ctx.timed("generate"), ctx.awaiting(count):
         while True:
             decision = apply_decision(ctx, step)
             enough = len(ctx.store.state.table.finished) >= count

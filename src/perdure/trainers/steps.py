@@ -19,7 +19,7 @@ from perdure.experience import Decision, decide
 from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.prompts import MAX_REFILL_ROUNDS, next_prompts
-from perdure.trainers.sampling import sampling_rules
+from perdure.trainers.sampling_rules import sampling_rules
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.step_metrics import merge_updates, rollout_metrics
 from perdure.trainers.validation import validate_if_due
@@ -189,7 +189,8 @@ async def publish_weights(ctx: TrainContext, step: GlobalStep) -> None:
             record = Published(version=version, digest=digest, global_step=step)
             logged.append(ctx.store.append(record))
 
-    await ctx.runtime.publish(version, announce=announce)
+    with ctx.doing("publish"):
+        await ctx.runtime.publish(version, announce=announce)
     for record in logged:
         await acknowledged(ctx.store, record)
     ctx.faults.reach(FaultPoint.WEIGHTS_PUBLISHED)

@@ -39,7 +39,8 @@ async def validate_if_due(ctx: TrainContext, step: GlobalStep) -> None:
     if (step, digest) in ctx.store.state.evaluated:
         return
     started_s = ctx.clock.monotonic_s()
-    metrics = await _validate(ctx)
+    with ctx.doing("validate"):
+        metrics = await _validate(ctx)
     seconds = ctx.clock.monotonic_s() - started_s
     record = Evaluated(step, digest, metrics, {"validation": seconds})
     await acknowledged(ctx.store, ctx.store.append(record))
