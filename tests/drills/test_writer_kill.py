@@ -47,11 +47,16 @@ class Saving:
             return len(self._lines)
 
     def writer(self) -> int:
-        """The process that writes."""
-        pid = self._process.pid
-        children = Path(f"/proc/{pid}/task").glob("*/children")
-        (writer,) = {int(word) for path in children for word in path.read_text().split()}
-        return writer
+        """The process that writes; one that was killed a moment ago may not have a successor yet."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            children = Path(f"/proc/{self._process.pid}/task").glob("*/children")
+            found = {int(word) for path in children for word in path.read_text().split()}
+            if found:
+                (writer,) = found
+                return writer
+            assert time.monotonic() < deadline_s, self.errors()
+            time.sleep(0.001)
 
     def kill(self) -> None:
         self._process.kill()

@@ -127,7 +127,8 @@ def test_training_is_the_same_while_the_store_is_down(
     assert found["behind_log_bytes"] > 0
     assert found["trouble"]
     assert "shipping fails" in perdure("status", run)[1]
-    launch.resume(run, injected=Injected(objects=s3_objects(server.url, prefix)))
+    patient = ["checkpoint.ship_at_end_s=60"]
+    launch.resume(run, patient, injected=Injected(objects=s3_objects(server.url, prefix)))
     found = status_of(run)["remote"]
     assert (found["behind_log_bytes"], found["behind_checkpoints"], found["trouble"]) == (0, 0, "")
 
