@@ -47,7 +47,7 @@ class Saving:
             return len(self._lines)
 
     def writer(self) -> int:
-        """The process that writes; one that was killed a moment ago may not have a successor yet."""
+        """The process that writes; one that was killed may not have a successor yet."""
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             children = Path(f"/proc/{self._process.pid}/task").glob("*/children")
