@@ -40,8 +40,9 @@ async def warm_start(ctx: TrainContext) -> None:
             await _log_progress(ctx, done, metrics)
         if done % ctx.config.checkpoint.warm_start_every_steps == 0 and done < config.steps:
             stage_checkpoint(ctx, "warm", done, must=False)
-    await ctx.runtime.begin_training()
-    ctx.progress.training = 1
+    async with ctx.stop.finishing():
+        await ctx.runtime.begin_training()
+        ctx.progress.training = 1
 
 
 async def _log_progress(ctx: TrainContext, done: int, metrics: dict[str, float]) -> None:
