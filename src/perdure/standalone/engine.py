@@ -15,7 +15,7 @@ from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.options import MUST_TIMEOUT_S, STALL_TIMEOUT_S
 from perdure.checkpoint.tier import ObjectStore, TierStatus
 from perdure.core.clock import SystemClock
-from perdure.core.errors import ConfigError, FencedError, PerdureError, StoppedError
+from perdure.core.errors import FencedError, PerdureError, StoppedError
 from perdure.core.faults import NoFaults
 from perdure.runtime.remote import Remote, RemotePlan
 from perdure.standalone import refusals
@@ -401,18 +401,10 @@ class CheckpointEngine:
         progress = self._parts.progress
         known = progress.total
         if total is None and not known:
-            raise ConfigError(
-                "the number of steps is missing",
-                where="steps()",
-                rule="the first start of a run says how many steps it has",
-                way_out="write engine.steps(total)",
-            )
+            raise refusals.no_total()
         if total is not None and known and total != known and not change:
-            raise ConfigError(
-                f"steps({total}) at step {progress.step} of {known}",
-                where=str(self._world.run_dir),
-                rule="total counts the steps of the whole run; schedules depend on it",
-                way_out=f"leave it at {known}, or allow it: steps({total}, change_total=True)",
+            raise refusals.other_total(
+                self._world.run_dir, total=total, known=known, step=progress.step
             )
         progress.total = known if total is None else total
 
@@ -425,12 +417,7 @@ class CheckpointEngine:
 
     def _require_closed(self, method: str) -> None:
         if self._run is not None:
-            raise ConfigError(
-                f"{method}() was called while the loop runs",
-                where=str(self._world.run_dir),
-                rule="all parts are known before the first step; one loop at a time",
-                way_out="call it before engine.steps()",
-            )
+            raise refusals.open_already(self._world.run_dir, method=method)
 
     def _warn(self, message: str) -> None:
         self._world.events("warning", {"message": message})
