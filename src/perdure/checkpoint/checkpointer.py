@@ -315,6 +315,11 @@ class Checkpointer:
             raise self._pipeline.too_slow(directory)
         error = saving.result()
         if isinstance(error, OSError):
-            raise StorageError(f"could not be saved ({error!r})", where=directory) from error
+            raise StorageError(
+                f"could not be saved ({error!r})",
+                where=directory,
+                rule="what was asked for with must is committed, or this is raised",
+                way_out="look at the disk; the checkpoint before it stays",
+            ) from error
         if error is not None:
             raise error

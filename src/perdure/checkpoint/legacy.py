@@ -64,6 +64,7 @@ class LegacyComponent:
             raise ConfigError(
                 f"a {_class_name(self._held)} cannot be pickled ({type(error).__name__}: {error})",
                 where=f"component {self._name}",
+                rule="a part registered with legacy=True is pickled, all of it",
                 way_out="leave out what cannot be pickled in its __getstate__",
             ) from error
         return ComponentState(legacy=data.getvalue())

@@ -224,6 +224,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         raise FutureFormatError(
             f"needs features this version does not know: {', '.join(unknown)}",
             where=where,
+            rule="a checkpoint is read as a whole or not at all",
             way_out="use the perdure version that wrote it, or a newer one",
         )
     try:
@@ -232,6 +233,7 @@ def decode_manifest(data: bytes, *, where: str) -> Manifest:
         raise DamagedError(
             f"the manifest lacks a readable field ({error})",
             where=where,
+            rule="docs/formats/checkpoint.md lists its fields",
             way_out="resume from an earlier checkpoint",
         ) from error
 

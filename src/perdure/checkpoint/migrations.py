@@ -40,6 +40,7 @@ class Migrations:
                 raise ConfigError(
                     f"there are two migrations from schema version {from_version}",
                     where=f"component {component}",
+                    rule="one way leads from each version to the next",
                     way_out="keep one of them",
                 )
             steps[from_version] = migration

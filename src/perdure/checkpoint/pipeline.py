@@ -137,7 +137,12 @@ class SavePipeline:
         """Nothing was submitted for this save: let the other ranks know."""
         if turn.alone:
             return
-        refused = StorageError(reason, where=f"rank {turn.rank}")
+        refused = StorageError(
+            reason,
+            where=f"rank {turn.rank}",
+            rule="a checkpoint has the shares of all ranks, or is none",
+            way_out="see what this rank reports; the checkpoint before it stays",
+        )
         self._pending.append(self._executor.submit(self._tell, turn.decline, refused))
 
     def submit_segments(
@@ -209,6 +214,7 @@ class SavePipeline:
         return StorageError(
             f"a save did not end {limit}",
             where=where,
+            rule="nobody waits for a disk for ever",
             way_out=f"look at the disk, or raise {option}",
         )
 

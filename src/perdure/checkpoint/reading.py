@@ -288,7 +288,12 @@ class CheckpointReader:
 
 def damaged(where: str, reason: str) -> DamagedError:
     """The error of a file that is not what was committed."""
-    return DamagedError(reason, where=where, way_out="resume again: an earlier checkpoint is used")
+    return DamagedError(
+        reason,
+        where=where,
+        rule="what is loaded is what was committed, byte by byte",
+        way_out="resume again: an earlier checkpoint is used",
+    )
 
 
 def _pieces_of(image: FileImage, stored: Mapping[str, StoredTensor]) -> Iterator[memoryview]:
@@ -302,4 +307,4 @@ def _unpack(data: bytes, where: str) -> dict[str, Any]:
     try:
         return msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
-        raise DamagedError(f"not msgpack ({error})", where=where) from error
+        raise damaged(where, f"not msgpack ({error})") from error

@@ -105,6 +105,7 @@ class Registry:
             raise ConfigError(
                 f"{kind!r} is not a kind of component",
                 where=name,
+                rule="the kind says when it is restored",
                 way_out="use one of " + ", ".join(RESTORE_ORDER),
             )
         if name in self._entries:

@@ -237,6 +237,7 @@ def _load(
         raise FutureFormatError(
             f"schema version {stored.schema_version} is newer than {wanted}",
             where=f"component {entry.name}",
+            rule="states are migrated to newer versions, never back",
             way_out="use the version that wrote it, or a newer one",
         )
     state, version = migrations.apply(

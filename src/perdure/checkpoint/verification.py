@@ -218,7 +218,10 @@ def choose(
     """
     if not committed:
         raise NothingToResumeError(
-            "no checkpoint was ever committed", where=CHECKPOINTS, way_out="start a new run"
+            "no checkpoint was ever committed",
+            where=CHECKPOINTS,
+            rule="a checkpoint counts when the log lists it",
+            way_out="start a new run",
         )
     damaged: list[VerifyReport] = []
     for record in reversed(committed):

@@ -175,7 +175,12 @@ class Publication:
     async def _load(self, name: str, offer: _Offer) -> None:
         engine = self._target.takers.get(name)
         if engine is None:
-            raise EngineLostError(f"engine {name!r} takes no weights", where="publication")
+            raise EngineLostError(
+                f"engine {name!r} takes no weights",
+                where="publication",
+                rule="one that is lost or leaves is given none",
+                way_out="see why it was lost; the others go on",
+            )
         await self._target.hold(name)
         held = await engine.load_weights(
             offer.version, offer.weights, incarnation=self._incarnation
@@ -184,6 +189,8 @@ class Publication:
             raise TrainingError(
                 f"engine {name!r} holds digest {held} instead of {offer.digest}",
                 where=f"publication of policy version {offer.version}",
+                rule="an engine serves what it has acknowledged by digest",
+                way_out="the next publication tries again; check its memory if it repeats",
             )
         if offer is self._current:
             offer.acknowledged()

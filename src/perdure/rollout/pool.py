@@ -188,11 +188,21 @@ class EnginePool:
             lambda m: m.engine.load_weights(version, weights, incarnation=incarnation),
         )
         if not digests:
-            raise EngineLostError("no engine is there to load weights", where="engine pool")
+            raise EngineLostError(
+                "no engine is there to load weights",
+                where="engine pool",
+                rule="weights are held by one engine at least",
+                way_out="see why the engines were lost, then resume the run",
+            )
         if len(set(digests.values())) > 1:
             for name in digests:
                 self.quarantine(name, "the engines hold different weights")
-            raise TrainingError(f"engines hold different weights of version {version}: {digests}")
+            raise TrainingError(
+                f"engines hold different weights of version {version}: {digests}",
+                where="engine pool",
+                rule="a version is the same bytes everywhere",
+                way_out="check the memory of the machine that differs, then resume the run",
+            )
         for name in digests:
             await self.admit(name)
         return next(iter(digests.values()))

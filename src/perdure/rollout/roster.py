@@ -83,7 +83,12 @@ class Roster:
         member = self._members.get(name)
         if member is None or member.state is MemberState.LOST:
             reason = "is not in the pool" if member is None else f"is lost: {member.reason}"
-            raise EngineLostError(f"engine {name!r} {reason}", where="engine pool")
+            raise EngineLostError(
+                f"engine {name!r} {reason}",
+                where="engine pool",
+                rule="a lost engine's requests go on elsewhere",
+                way_out="add another engine under its name",
+            )
         return member
 
     def apply(self, member: Member, event: MemberEvent, reason: str = "") -> None:
@@ -138,6 +143,7 @@ class Roster:
             f"with {self.in_flight(member.name)} requests in flight",
             where="engine pool",
             rule=f"silence_timeout_s = {self._options.silence_timeout_s:g}",
+            way_out="its requests go on elsewhere; see its output, or raise the limit",
         )
 
     # --- asking and losing
@@ -179,6 +185,7 @@ class Roster:
                 f"engine {member.name!r} has not answered {verb} for {limit_s:g} s",
                 where="engine pool",
                 rule=f"verb_timeout_s = {limit_s:g}",
+                way_out="its requests go on elsewhere; see its output, or raise the limit",
             )
         except Exception as error:  # noqa: BLE001 - raised when all have answered
             return error

@@ -91,7 +91,12 @@ def trajectory_from_chunks(
 def final_reason(reason: StopReason | None, session: SessionId) -> StopReason:
     """Raises ``TrainingError`` if a stream did not come to its end."""
     if reason is None or reason is StopReason.ABORTED:
-        raise TrainingError(f"generation ended with {reason}", where=session.key())
+        raise TrainingError(
+            f"generation ended with {'no reason' if reason is None else reason.value}",
+            where=session.key(),
+            rule="a trajectory ends with a stop token or at its budget",
+            way_out="resume the run; report this if it repeats",
+        )
     return reason
 
 

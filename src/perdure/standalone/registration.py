@@ -141,6 +141,7 @@ class Parts:
                 raise ConfigError(
                     "no part of this name is registered",
                     where=f"accept_changes: {name}",
+                    rule="it lists parts whose changes are meant",
                     way_out=hint(name, self.named),
                 )
 

@@ -177,9 +177,17 @@ def open_segment(
     if isinstance(index, SegmentIndex):
         return MappedSegment(stored, index, mappings, on_damage)
     if index.unreadable:
-        raise StorageError(index.reason, where=stored.path, way_out="check the disk, then retry")
+        raise StorageError(
+            index.reason,
+            where=stored.path,
+            rule="what cannot be read is not taken for damaged",
+            way_out="check the disk, then resume again",
+        )
     raise DamagedError(
-        index.reason, where=stored.path, way_out="resume again: an earlier checkpoint is used"
+        index.reason,
+        where=stored.path,
+        rule="rows that were stored come back as they were, or not at all",
+        way_out="resume again: an earlier checkpoint is used",
     )
 
 

@@ -126,6 +126,7 @@ def decode_head(data: bytes) -> Head:
         raise FutureFormatError(
             f"needs features this version does not know: {', '.join(unknown)}",
             where=HEAD,
+            rule="a pointer is followed as a whole or not at all",
             way_out="use the perdure version that wrote it, or a newer one",
         )
     try:
@@ -134,6 +135,7 @@ def decode_head(data: bytes) -> Head:
         raise DamagedError(
             f"the pointer lacks a readable field ({error})",
             where=HEAD,
+            rule="docs/formats/remote.md lists its fields",
             way_out=_WRITE_AGAIN,
         ) from error
 
@@ -245,7 +247,10 @@ class Pointer:
             self.faults.reach(FaultPoint.REMOTE_HEAD_SWAPPED)
             return
         raise RemoteUnavailableError(
-            f"the pointer was replaced by others {_SWAPS} times in a row", where=HEAD
+            f"the pointer was replaced by others {_SWAPS} times in a row",
+            where=HEAD,
+            rule="one process ships a run, and a push may help it",
+            way_out="it is tried again; stop the others if it repeats",
         )
 
     def _read(self) -> tuple[bytes, str] | None:

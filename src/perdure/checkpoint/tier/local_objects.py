@@ -125,7 +125,10 @@ class LocalObjects:
             lock = self._storage.lock(LOCK) if mine else None
             if lock is None:
                 raise RemoteUnavailableError(
-                    "another process replaces it at this moment", where=key
+                    "another process replaces it at this moment",
+                    where=key,
+                    rule="one process at a time replaces the pointer",
+                    way_out="it is tried again",
                 )
             stack.callback(lock.release)
             yield
@@ -168,7 +171,10 @@ def _translating(key: str) -> Generator[None]:
                 way_out="check the owner and the rights of the directory",
             ) from error
         raise RemoteUnavailableError(
-            f"the remote tier failed ({error})", where=key, way_out="it is tried again"
+            f"the remote tier failed ({error})",
+            where=key,
+            rule="what is shipped is on the disk of the tier before it counts",
+            way_out="it is tried again; check that disk if it goes on",
         ) from error
 
 

@@ -43,7 +43,12 @@ def log_cut(storage: Storage, *, upto: IncarnationNumber) -> dict[str, int]:
         if again == control:
             return control | payload
         control = again
-    raise RemoteUnavailableError("the log never stood still to be measured", where=LOG_DIR)
+    raise RemoteUnavailableError(
+        "the log never stood still to be measured",
+        where=LOG_DIR,
+        rule="nothing that is shipped refers to what is left out",
+        way_out="it is tried again",
+    )
 
 
 def _lengths(storage: Storage, stream: str, upto: IncarnationNumber) -> dict[str, int]:

@@ -162,6 +162,7 @@ def open_objects(
         raise ConfigError(
             f"cannot be opened ({_first_line(error)})",
             where=url,
+            rule="s3://bucket/prefix, and settings that obstore's S3Store has",
             way_out="check the address and the settings",
         ) from error
     return ObstoreObjects(store)
@@ -181,7 +182,10 @@ def _translating(key: str) -> Generator[None]:
         ) from error
     except (InvalidPathError, NotSupportedError, UnknownConfigurationKeyError) as error:
         raise StorageError(
-            f"the remote tier cannot do this ({_first_line(error)})", where=key, rule=_RIGHTS
+            f"the remote tier cannot do this ({_first_line(error)})",
+            where=key,
+            rule=_RIGHTS,
+            way_out="use a store with the S3 API, or file:///path",
         ) from error
     except (GenericError, BaseError, OSError) as error:
         if isinstance(error, FileNotFoundError):
@@ -189,6 +193,7 @@ def _translating(key: str) -> Generator[None]:
         raise RemoteUnavailableError(
             f"the remote tier failed ({_first_line(error)})",
             where=key,
+            rule="every request is answered in time",
             way_out="it is tried again; check the address if it goes on",
         ) from error
 

@@ -119,6 +119,7 @@ def _pull_steady(download: Download, context: TierContext, checkpoint: str | Non
     raise RemoteUnavailableError(
         f"the pointer was replaced {_STATES} times while it was followed",
         where=HEAD,
+        rule="what is pulled is one state of the run",
         way_out="pull again, or stop the run that ships",
     )
 
@@ -195,7 +196,10 @@ class _Pull:
         if only is not None and not candidates:
             known = ", ".join(one.directory for one in self.head.checkpoints)
             raise ConfigError(
-                "is not in the remote tier", where=only, way_out=f"it holds {known or 'none'}"
+                "is not in the remote tier",
+                where=only,
+                rule="what the pointer names can be pulled",
+                way_out=f"it holds {known or 'none'}",
             )
         skipped: list[tuple[str, str]] = []
         found, fetched = "", 0
@@ -224,9 +228,9 @@ class _Pull:
         try:
             data = self.download.objects.read(where)
         except FileNotFoundError as error:
-            raise DamagedError("missing in the remote tier", where=where) from error
+            raise _not_whole("missing in the remote tier", where=where) from error
         if digest_of(data) != one.manifest_digest:
-            raise DamagedError("is not the manifest that the pointer names", where=where)
+            raise _not_whole("is not the manifest that the pointer names", where=where)
         manifest = decode_manifest(data, where=where)
         entry = FileEntry(len(data), one.manifest_digest)
         files = [
@@ -252,6 +256,15 @@ class _Pull:
     def _may_replace(self, file: Wanted) -> bool:
         """A file that the run may write again is left as it is here."""
         return is_settled(file.path) or not self.download.storage.exists(file.path)
+
+
+def _not_whole(what: str, *, where: str) -> DamagedError:
+    return DamagedError(
+        what,
+        where=where,
+        rule="a checkpoint that the pointer names is there, its manifest as it was committed",
+        way_out="an older one is pulled instead, if there is one; or push from the run's own disk",
+    )
 
 
 def _cut(path: str, entry: FileEntry, *, piece_bytes: int) -> Wanted:

@@ -228,7 +228,12 @@ class RemoteTier:
 
     def _between_pieces(self) -> None:
         if self._stop.is_set():
-            raise RemoteUnavailableError("the upload was interrupted by closing the tier")
+            raise RemoteUnavailableError(
+                "the upload was interrupted by closing the tier",
+                where=self._shipment.head.uploading,
+                rule="the end of a run waits for close_timeout_s, no longer",
+                way_out="perdure ckpt push goes on with it",
+            )
         if self._log_is_due():
             self._ship_log()
 

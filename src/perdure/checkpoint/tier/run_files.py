@@ -32,7 +32,10 @@ def run_id_of(storage: Storage) -> str:
         data = storage.read(RUN_FILE)
     except FileNotFoundError as error:
         raise NothingToResumeError(
-            "there is no run here", where=RUN_FILE, rule="a run directory holds run.json"
+            "there is no run here",
+            where=RUN_FILE,
+            rule="a run directory holds run.json",
+            way_out="name the directory of a run",
         ) from error
     value = sealed_json.decode(data, where=RUN_FILE, newest_format=RUN_FORMAT, fields=("run_id",))
     return str(value["run_id"])
