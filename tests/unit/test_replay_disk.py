@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from replay_cases import COLUMNS, ReplayRun, rows, small_ring, values_of
 from perdure.checkpoint import ReplayArrays, ReplayRing, RingOptions
 from perdure.checkpoint.segments.format import BLOCK_BYTES, encode_index, pieces
 from perdure.checkpoint.segments.memory import SegmentMemory
+from perdure.core.errors import StorageError
 from perdure.storage import MemoryStorage, PosixStorage, bulk
 
 WIDE: dict[str, Any] = {"obs": ("u1", (7,)), "none": ("f4", (0,)), "at": ("i8", ())}
@@ -150,3 +152,36 @@ def test_a_draw_is_read_ahead_block_by_block_and_once(tmp_path: Path) -> None:
 
 def test_reading_ahead_of_what_is_absent_is_nobodys_error(tmp_path: Path) -> None:
     PosixStorage(tmp_path).prefetch("absent", [(0, 10)])
+
+
+def test_segments_that_cannot_be_deleted_do_not_fail_the_save_after_which_they_go() -> None:
+    class Stubborn(MemoryStorage):
+        refused = "nothing"
+
+        def rename(self, source: str, target: str) -> None:
+            self._refuse("rename", target)
+            super().rename(source, target)
+
+        def remove(self, path: str) -> None:
+            self._refuse("remove", path)
+            super().remove(path)
+
+        def _refuse(self, verb: str, path: str) -> None:
+            if f"{verb} {path}".startswith(self.refused) and not path.endswith(".part"):
+                raise StorageError(f"cannot {verb}", where=path)
+
+    storage = Stubborn()
+    run = ReplayRun(storage, small_ring())
+    run.replay.append(rows(0, 12))
+    storage.refused = "rename checkpoints/step-00000001-1/manifest.json"
+    run.save(1)
+    assert isinstance(run.engine.last_error, StorageError)
+    run.replay.append(rows(12, 12))
+    run.save_well(2)
+    # The error of the first save is gone, and with it what held on to its segments.
+    gc.collect()
+    storage.refused = "remove segments/replay/"
+    run.save_well(3)
+    assert "could not be collected" in run.events[-1][1]["message"]
+    assert [record.step for record in run.ledger.committed()] == [2, 3]
+    run.engine.close()

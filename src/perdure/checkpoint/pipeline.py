@@ -241,14 +241,15 @@ class SavePipeline:
         except (PerdureError, OSError) as error:
             return self.report(name, error)
         self.last_error = None
-        self.segments.named_now(manifest.segments)
         self._point_to(name, digest)
-        self._tidy(name)
+        self._tidy(manifest)
         return None
 
-    def _tidy(self, name: CheckpointName) -> None:
+    def _tidy(self, manifest: Manifest) -> None:
         """What follows a commit, which counts whatever happens here."""
+        name = manifest.name
         try:
+            self.segments.named_now(manifest.segments)
             self._retain()
             if self.tier is not None:
                 self.tier.notify()
