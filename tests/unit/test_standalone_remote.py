@@ -7,12 +7,21 @@ import itertools
 from typing import Any
 
 import pytest
-from standalone_loops import Script, crash_at, crashed, uninterrupted
-from tier_cases import memory_objects
+from standalone_loops import Script, StillClock, crash_at, crashed, uninterrupted
+from tier_cases import BreakingObjects, memory_objects
 
-from perdure.checkpoint.tier import RemoteUnavailableError
+from perdure.checkpoint.tier import RemoteUnavailableError, read_head
 from perdure.core.errors import ConfigError
-from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
+from perdure.core.events import ignore_events
+from perdure.core.faults import (
+    FaultAction,
+    FaultPlan,
+    FaultPoint,
+    FaultRule,
+    InjectedFault,
+    NoFaults,
+)
+from perdure.runtime.remote import Remote, RemotePlan
 from perdure.storage import MemoryStorage
 
 
@@ -85,3 +94,28 @@ def resumed(objects: Any, storage: MemoryStorage | None = None) -> Script:
 def test_an_address_that_is_none_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="remote"):
         Script(MemoryStorage(), remote="bucket/x")
+
+
+def test_the_prefix_of_another_run_is_refused_at_the_start() -> None:
+    objects, storage = memory_objects(), MemoryStorage()
+    crashed(MemoryStorage(), 12, remote=objects)
+    crashed(storage, 12)
+    before = read_head(objects)
+    script = Script(storage.open_as_new_process(), remote=objects)
+    with pytest.raises(ConfigError, match=r"holds the run .*a prefix of its own"):
+        script.run()
+    assert script.engine.step == 0
+    assert read_head(objects) == before
+    assert Script(storage.open_as_new_process()).run() == 40, "nothing was claimed"
+
+
+def test_a_store_in_trouble_keeps_no_run_that_is_here_from_training() -> None:
+    objects, storage = memory_objects(), MemoryStorage()
+    crashed(storage, 12, remote=objects)
+    down = BreakingObjects(objects, {0: (RemoteUnavailableError("down"), False)})
+    assert Script(storage.open_as_new_process(), remote=down).run() == 40
+    assert down.requests[0] == ("read", "head.json")
+    assert down.broke == 1
+    objects.overwrite("head.json", b"{}")
+    plan = RemotePlan(objects)
+    Remote(plan, clock=StillClock(), faults=NoFaults(), events=ignore_events).require_own("x")

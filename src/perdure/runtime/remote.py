@@ -18,7 +18,13 @@ from perdure.checkpoint.tier import (
     read_head,
 )
 from perdure.core.clock import Clock
-from perdure.core.errors import ConfigError, DamagedError, NothingToResumeError
+from perdure.core.errors import (
+    ConfigError,
+    DamagedError,
+    FutureFormatError,
+    NothingToResumeError,
+    StorageError,
+)
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook
 from perdure.core.ids import IncarnationNumber
@@ -112,6 +118,27 @@ class Remote:
             way_out=f"bring it back with `perdure ckpt pull {self._address} RUN` and resume it,"
             " or name another prefix",
         )
+
+    def require_own(self, run_id: str) -> None:
+        """Refuse a place that holds another run, before this one goes on without being shipped.
+
+        A store that does not answer, or whose pointer is damaged, keeps nobody from training: it
+        is reported when shipping begins.
+
+        Raises:
+            ConfigError: There is another run.
+        """
+        try:
+            held = read_head(self._objects).run_id
+        except (NothingToResumeError, DamagedError, FutureFormatError, StorageError):
+            return
+        if held != run_id:
+            raise ConfigError(
+                f"the remote tier holds the run {held}, the directory is run {run_id}",
+                where=self._address,
+                rule="each run is shipped into a prefix of its own",
+                way_out="name another prefix, or the directory of that run",
+            )
 
     def start(
         self, storage: Storage, *, ledger: CommitLedger, incarnation: IncarnationNumber

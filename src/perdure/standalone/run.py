@@ -212,6 +212,8 @@ def _create_if_absent(world: World) -> None:
             ) from None
         fresh = RunInfo(uuid.uuid4().hex, world.clock.wall_s(), library_versions())
         info = create_run(storage, fresh)
+    if world.remote is not None:
+        world.remote.require_own(info.run_id)
     if info.config_digest:
         raise ConfigError(
             "is a run of `perdure train`",
