@@ -23,11 +23,13 @@ from perdure.checkpoint.tier import (
     RetryingObjects,
     RetryPolicy,
     open_objects,
+    probe_objects,
 )
-from perdure.core.clock import ManualClock
+from perdure.core.clock import ManualClock, SystemClock
 from perdure.core.errors import ConfigError, StorageError
 
 Call = Callable[[ObjectStore], object]
+PROBED = ["remote write", "remote read", "remote list", "remote swap", "remote delete"]
 KINDS = ["memory", "s3", "s3 behind a proxy", "memory with retries", "directory"]
 
 
@@ -164,6 +166,13 @@ def test_a_listing_of_several_pages_is_whole(server: S3Server) -> None:
     for thread in threads:
         thread.join(timeout=100)
     assert len(objects.list("many")) == 1100
+
+
+def test_a_store_that_keeps_the_contract_passes_the_probe(objects: ObjectStore) -> None:
+    findings = probe_objects(objects, clock=SystemClock())
+    assert [finding.name for finding in findings] == PROBED
+    assert {finding.grade for finding in findings} == {"ok"}, findings
+    assert objects.list("") == {}
 
 
 CALLS: dict[str, Call] = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DOCTOR_EXAMPLES = (
     "Examples:\n\nperdure doctor\n\nperdure doctor runs/tiny-1\n\n"
-    "perdure doctor scratch/runs --state-gib 12 --keep 3"
+    "perdure doctor scratch/runs --state-gib 12 --keep 3\n\nperdure doctor --remote s3://bucket/x"
 )
 EXTRAS = ("transformers", "reasoning-gym", "obstore", "tensorboard")
 """What some commands and recipes need."""
@@ -51,12 +51,16 @@ def doctor(
     keep: Annotated[
         int, typer.Option("--keep", min=1, metavar="N", help="Checkpoints that will be kept.")
     ] = KEEP,
+    remote: Annotated[
+        str | None,
+        typer.Option("--remote", metavar="URL", help="As checkpoint.remote will be; tried too."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Check the disk (fsync, rename, link, locks, O_DIRECT, rate), space, memory and versions.
 
-    A little is written to DIR, or to the nearest directory above it, and removed again. What a
-    checkpoint needs is taken from the run at DIR, or from --state-gib.
+    A little is written to DIR, or to the nearest directory above it, and to --remote, and removed
+    again. What a checkpoint needs is taken from the run at DIR, or from --state-gib.
     """
     from perdure.core.clock import SystemClock
     from perdure.storage.probe import probe_directory
@@ -65,6 +69,7 @@ def doctor(
     findings = probe_directory(there, clock=SystemClock(), write_bytes=WRITE_BYTES)
     findings += _needs(directory, there, state_gib=state_gib, arenas=arenas, keep=keep)
     findings += _machine()
+    findings += _remote(remote)
     failed = [finding for finding in findings if finding.grade == "failed"]
     if json:
         rows = [asdict(finding) for finding in findings]
@@ -72,15 +77,25 @@ def doctor(
     else:
         typer.echo(f"checked {there}")
         for finding in findings:
-            typer.echo(f"{finding.grade:<8} {finding.name:<12} {finding.text}")
+            typer.echo(f"{finding.grade:<8} {finding.name:<13} {finding.text}")
     if failed:
         raise StorageError(
             f"{len(failed)} of {len(findings)} checks failed:"
             f" {', '.join(finding.name for finding in failed)}",
             where=str(there),
             rule="a run keeps its promises only where these hold",
-            way_out="use another disk or directory, or a smaller model",
+            way_out="use another disk or directory, a smaller model, or other rights for the store",
         )
+
+
+def _remote(url: str | None) -> list[Finding]:
+    """Rights and conditions of the remote tier, if one is named."""
+    if url is None:
+        return []
+    from perdure.checkpoint.tier import open_objects, probe_objects
+    from perdure.core.clock import SystemClock
+
+    return probe_objects(open_objects(url), clock=SystemClock())
 
 
 def _nearest(directory: Path) -> Path:

@@ -13,6 +13,7 @@ from perdure.checkpoint.tier.objects import (
 )
 from perdure.checkpoint.tier.obstore_objects import ObstoreObjects, open_objects
 from perdure.checkpoint.tier.options import TierContext, TierOptions
+from perdure.checkpoint.tier.probe import probe_objects
 from perdure.checkpoint.tier.pull import PullReport, pull
 from perdure.checkpoint.tier.push import push
 from perdure.checkpoint.tier.remote_tier import RemoteTier, TierStatus
@@ -33,6 +34,7 @@ __all__ = [
     "TierOptions",
     "TierStatus",
     "open_objects",
+    "probe_objects",
     "pull",
     "push",
     "read_head",
