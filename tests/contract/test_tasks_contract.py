@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, object]] = {
     "reverse_digits": {},
     "add_numbers": {"add": {"min_digits": 1, "max_digits": 3}},
     "add_numbers reversed": {"add": {"max_digits": 2, "reversed_padded": True}},
+    "calculator": {"calculator": {"min_digits": 1, "max_digits": 2}},
     "jsonl": {"jsonl": {"path": "FILE"}},
     "jsonl bytes": {"jsonl": {"path": "FILE", "tokenizer": "bytes", "held_out_fraction": 0.3}},
     "reasoning_gym": {
@@ -112,7 +113,9 @@ def test_more_held_out_prompts_than_there_are_is_refused(data_file: Path):
 
 def test_lengths_stay_below_the_bounds(task: Task):
     for index in range(200):
-        prompt_ids, response_ids = task.demonstration(index)
+        prompt_ids, response_ids, loss_mask = task.demonstration(index)
+        assert len(loss_mask) == len(response_ids)
+        assert set(loss_mask) <= {0, 1}
         assert 0 < len(prompt_ids) <= task.max_prompt_tokens
         assert 1 < len(response_ids) <= task.max_answer_tokens
         assert response_ids[-1] == task.tokenizer.eos_id

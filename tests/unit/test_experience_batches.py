@@ -35,6 +35,7 @@ from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.storage.memory import MemoryStorage
 from perdure.tasks.api import Prompt, RewardResult
+from perdure.tasks.tokenizer import ByteTokenizer
 
 SETTLED = GroupSettled(GroupId(0), GroupOutcome.FINISHED)
 
@@ -257,6 +258,9 @@ class _Engine:
 
 
 class _Task:
+    slow_verifier = False
+    tokenizer = ByteTokenizer()
+
     def verify(self, prompt: Prompt, response_ids: list[int]) -> RewardResult:
         return RewardResult(reward=1.0)
 

@@ -87,3 +87,17 @@ def test_a_warm_up_longer_than_the_warm_start_is_a_problem() -> None:
     (problem,) = config.problems()
     assert isinstance(problem, Problem)
     assert problem.field == "supervised.schedule.warmup_updates"
+
+
+def test_what_a_tool_says_is_read_and_not_imitated() -> None:
+    prompt, answer = (1, 2), (3, 4, 5, 6)
+    full, masked = (make(FAST) for _ in range(2))
+    loss = [
+        learner.supervised_step(1, [example])["loss"]
+        for learner, example in (
+            (full, (prompt, answer, (0, 0, 1, 1))),
+            (masked, ((*prompt, 3, 4), (5, 6))),
+        )
+    ]
+    assert loss[0] == loss[1]
+    assert full.policy_digest() == masked.policy_digest()

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from perdure.core.errors import ConfigError
-from perdure.tasks.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, finished_text
+from perdure.tasks.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    PieceTokenizer,
+    Tokenizer,
+    encode_known,
+    finished_text,
+    vocabulary_of,
+)
 
 
 def test_characters_get_ids_after_the_specials():
@@ -50,3 +58,23 @@ def test_only_a_response_that_ends_once_at_its_end_is_finished():
 
 def test_bytes_that_are_no_text_still_decode():
     assert ByteTokenizer().decode([2 + 0xFF, 2 + ord("a")]) == "�a"
+
+
+def test_the_longest_piece_is_one_token():
+    tokenizer = PieceTokenizer(["<", "a", "<a>", ">", "."])
+    assert tokenizer.encode("<a><a.") == (4, 2, 3, 6)
+    assert tokenizer.decode([4, 2, 3, 0, 1]) == "<a><a"
+    assert vocabulary_of(tokenizer)["pieces"] == {"<": 2, "a": 3, "<a>": 4, ">": 5, ".": 6}
+    with pytest.raises(ConfigError, match="no tokens for all of 'ab'"):
+        tokenizer.encode("ab")
+
+
+@pytest.mark.parametrize("pieces", [["a", "a"], ["a", ""]])
+def test_a_piece_is_some_text_and_there_once(pieces: list[str]):
+    with pytest.raises(ConfigError, match="occurs twice"):
+        PieceTokenizer(pieces)
+
+
+@pytest.mark.parametrize("tokenizer", [CharTokenizer("ab"), PieceTokenizer(["a", "b"])])
+def test_what_has_no_token_can_be_left_out(tokenizer: Tokenizer):
+    assert encode_known(tokenizer, "axb") == (2, 3)

@@ -65,6 +65,7 @@ SCHEMAS: Mapping[int, Mapping[str, str]] = {
         "call": INT,
         "tool": TEXT,
         "result": TEXT,
+        "arguments": OPTIONAL + TEXT,
     },
     TAKEN: {
         "update": PAIR,

@@ -217,6 +217,8 @@ class ToolResult:
     call: int
     tool: str
     result: str
+    arguments: str = ""
+    """What the tool was called with, as text: another call is never taken for this one."""
 
     def key(self) -> str:
         return f"tool_result/{self.session.key()}/{self.attempt}/{self.turn}/{self.call}"

@@ -54,7 +54,7 @@ def require_loggable_result(record: ToolResult) -> None:
         TypeError, ValueError: A field is not what a record can hold, or the result is too long.
     """
     require_numbers(record.session, (record.attempt, record.turn, record.call))
-    for text in (record.tool, record.result):
+    for text in (record.tool, record.result, record.arguments):
         if type(text) is not str:
             raise TypeError(f"{text!r} in {record.key()} is not text")
         text.encode()  # lone surrogates cannot be stored

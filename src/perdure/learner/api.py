@@ -12,8 +12,8 @@ from perdure.core.components import Checkpointable
 from perdure.core.ids import PolicyVersion, UpdateId
 from perdure.core.trajectories import RewardedGroup
 
-Example = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt and of the answer to be learned."""
+Example = tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[int]]
+"""Token ids of a prompt and of the answer to be learned; 1 for each token of it that is, or all."""
 
 
 @dataclass(frozen=True, slots=True)

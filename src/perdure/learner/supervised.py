@@ -37,9 +37,9 @@ def imitate(
     """
     supervised = config.supervised
     tokens = TokenBatch.build(
-        [prompt for prompt, _ in examples],
-        [answer for _, answer in examples],
-        [(1,) * len(answer) for _, answer in examples],
+        [example[0] for example in examples],
+        [example[1] for example in examples],
+        [example[2] if len(example) == 3 else (1,) * len(example[1]) for example in examples],
     )
     tally = Tally()
 

@@ -11,7 +11,7 @@ from perdure.core.ids import PolicyVersion, SessionId, UpdateId
 from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
-from perdure.learner.api import LocalUpdateResult
+from perdure.learner.api import Example, LocalUpdateResult
 from perdure.rollout.members import MemberReport
 from perdure.tasks.api import Prompt
 
@@ -101,10 +101,8 @@ class Runtime(Protocol):
         """
         ...
 
-    async def supervised_step(
-        self, step: int, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> dict[str, float]:
-        """One optimizer step of the supervised warm start on ``(prompt_ids, response_ids)``."""
+    async def supervised_step(self, step: int, examples: Sequence[Example]) -> dict[str, float]:
+        """One optimizer step of the supervised warm start."""
         ...
 
     async def begin_training(self) -> None:

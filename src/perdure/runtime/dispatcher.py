@@ -33,7 +33,7 @@ class Dispatcher:
         self._work = asyncio.Event()
         self._news = asyncio.Event()
         self._settled = 0
-        sessions.on_settled = self._count
+        sessions.log.on_settled = self._count
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -41,13 +41,13 @@ class Dispatcher:
 
         Consumes pending and running groups of the store; produces what the session runner logs;
         waits for :meth:`notify`. A failure cancels the body and is raised. On leaving, what runs is
-        cancelled: finished sessions are in the log, the others are missing.
+        cancelled: finished sessions are in the log, and of the others what they have.
         """
         try:
             async with asyncio.TaskGroup() as owner:
                 tasks = [
                     owner.create_task(self._dispatch()),
-                    owner.create_task(self.sessions.log_as_they_end(_LINGER_S)),
+                    owner.create_task(self.sessions.log.run(_LINGER_S)),
                 ]
                 try:
                     yield
@@ -55,7 +55,7 @@ class Dispatcher:
                     for task in tasks:
                         task.cancel()
         finally:
-            self.sessions.log_finished()
+            self.sessions.log.flush()
 
     def notify(self) -> None:
         """There are new groups."""

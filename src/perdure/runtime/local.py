@@ -13,11 +13,11 @@ from perdure.core.ids import PolicyVersion, UpdateId
 from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.experience import OpenGroup
-from perdure.learner.api import Learner, LocalUpdateResult
+from perdure.learner.api import Example, Learner, LocalUpdateResult
 from perdure.publish import Publication
 from perdure.rollout import EnginePool
 from perdure.rollout.members import MemberReport
-from perdure.runtime.answers import answer, one_error
+from perdure.runtime.answers import one_error
 from perdure.runtime.api import RunningSession
 from perdure.runtime.dispatcher import Dispatcher
 from perdure.tasks.api import Prompt
@@ -88,7 +88,7 @@ class LocalRuntime:
     async def answer(
         self, prompts: Sequence[Prompt], *, sampling: SamplingParams
     ) -> list[Trajectory]:
-        return await answer(self._pool, prompts, sampling=sampling, seed=self._sessions.rules.seed)
+        return await self._sessions.answer(prompts, sampling=sampling)
 
     async def sleep_rollout(self) -> None:
         if not self._asleep:
@@ -111,9 +111,7 @@ class LocalRuntime:
         await self._pool.resume()
         return digest
 
-    async def supervised_step(
-        self, step: int, examples: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-    ) -> dict[str, float]:
+    async def supervised_step(self, step: int, examples: Sequence[Example]) -> dict[str, float]:
         return await self._on_learner(lambda: self._learner.supervised_step(step, examples))
 
     async def begin_training(self) -> None:

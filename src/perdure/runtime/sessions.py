@@ -3,57 +3,94 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
+from perdure.agents.loops import SingleTurn
+from perdure.core.agent_api import AgentLoop
 from perdure.core.errors import InfrastructureError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import SessionId
 from perdure.core.record_types import GroupOutcome, StopReason
-from perdure.core.records import GroupSettled, Submitted
+from perdure.core.records import GroupSettled, Submitted, ToolResult
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
 from perdure.core.trajectories import Trajectory
-from perdure.experience import FinishedSession, OpenGroup
+from perdure.experience import Begun, ExperienceStore, FinishedSession, OpenGroup
+from perdure.runtime.agent_session import LiveSession, Watch
+from perdure.runtime.answers import AnswerRules, answer
 from perdure.runtime.api import RunningSession
 from perdure.runtime.parts import RuntimeParts
-from perdure.runtime.trajectory_builder import TrajectoryBuilder, final_reason
+from perdure.runtime.session_log import SessionLog
+from perdure.runtime.tool_calls import (
+    HistoryError,
+    Known,
+    SessionCalls,
+    SessionFailedError,
+    ToolRules,
+)
+from perdure.runtime.trajectory_builder import TrajectoryBuilder
+from perdure.runtime.verdicts import Judge, VerdictError
 from perdure.tasks.api import Prompt
 
-_LOGGED_TOGETHER = 128
-"""At most so many finished sessions wait to be logged in one go, which costs far less CPU than
-logging them one by one between the kernels of a model."""
 _LINGER_S = 0.1
-"""How long a finished session waits for others at most."""
+"""How long a finished session waits for others at most, when nobody trains meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRules:
-    """How sessions draw tokens, and what becomes of those that fail.
+    """How sessions draw tokens, and what becomes of those that are interrupted or fail.
 
     Attributes:
-        retries: How often a session whose engine, tool or connection failed is run again.
+        loop: Runs each session.
+        tools: What loops may call.
+        retries: How often a session whose engine, tool or connection failed is tried again.
         retry_pause_s: Before the first repetition; doubles with each.
+        partial_tokens: So many new tokens of a session are logged before it is done; None: only
+            those in front of a tool call.
+        continues: A session that was interrupted goes on from what it has; otherwise it starts
+            again from its prompt, and its journaled calls are not made again.
+        verifier_timeout_s: Longest wait for a verdict.
     """
 
     sampling: SamplingParams
     seed: int
+    loop: AgentLoop = field(default_factory=SingleTurn)
+    tools: ToolRules = field(default_factory=ToolRules)
     retries: int = 2
     retry_pause_s: float = 0.5
+    partial_tokens: int | None = None
+    continues: bool = True
+    verifier_timeout_s: float = 60.0
+
+    @property
+    def logs_partials(self) -> bool:
+        """Whether tokens of unfinished sessions are logged."""
+        return self.continues and self.partial_tokens is not None
 
 
 @dataclass(slots=True)
-class _Watch:
-    """What is known of a session in progress."""
+class _Session:
+    """A session in progress, over all its tries in this process."""
 
-    started_s: float
-    last_token_s: float
-    tokens: int = 0
-    doing: str = "generating"
+    submitted: Submitted
+    builder: TrajectoryBuilder
+    known: Known
+    watch: Watch
+
+    @property
+    def id(self) -> SessionId:
+        return self.builder.session
+
+    def start_again(self, attempt: int) -> None:
+        """From the prompt; only the same attempt may use what was journaled."""
+        if attempt != self.builder.attempt:
+            self.known.clear()
+        self.builder = TrajectoryBuilder(self.id, self.submitted.prompt_ids, attempt=attempt)
 
 
 class SessionRunner:
-    """Single-turn agent loop: one prompt, one answer, one verdict.
+    """Runs an agent loop for each session, and has the task judge what comes out.
 
     A session that fails makes its group fail with a reason; it never becomes a zero reward, and its
     siblings are run to their end.
@@ -61,71 +98,57 @@ class SessionRunner:
 
     def __init__(self, engine: RolloutEngine, *, parts: RuntimeParts, rules: SessionRules) -> None:
         self.rules = rules
-        self.store = parts.store
+        self.store: ExperienceStore = parts.store
+        self.log = SessionLog(parts.store)
+        self.judge = Judge(parts.task, timeout_s=rules.verifier_timeout_s)
         self._engine = engine
         self._task = parts.task
         self._clock = parts.clock
         self._faults = parts.faults
         self._events = parts.events
-        self._finished: list[FinishedSession] = []
-        self._settled: list[GroupSettled] = []
-        self._running: dict[SessionId, _Watch] = {}
-        self._ended = asyncio.Event()
+        self._running: dict[SessionId, _Session] = {}
         self.generated_tokens = 0
         """Received from engines so far."""
-        self.on_settled: Callable[[int], None] | None = None
-        """Told how many groups were settled, after they have been logged."""
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         """Run every missing session and settle the groups.
 
-        Consumes engine slots; produces sessions_done and group_settled records, which may still be
-        on their way to the disk on return (``store.flush`` waits for them). Cancellation leaves the
-        finished sessions in the log and the others missing.
+        Consumes engine slots; produces what :class:`SessionLog` appends, which may still be
+        on its way to the disk on return (``store.flush`` waits for it). Cancellation leaves the
+        finished sessions and what the others have in the log.
         """
         try:
             async with asyncio.TaskGroup() as owner:
-                pacer = owner.create_task(self.log_as_they_end(_LINGER_S))
+                pacer = owner.create_task(self.log.run(_LINGER_S))
                 async with asyncio.TaskGroup() as tasks:
                     for group in groups:
                         tasks.create_task(self.run_group(group))
                 pacer.cancel()
         finally:
-            self.log_finished()
+            self.log.flush()
 
     async def run_group(self, group: OpenGroup) -> None:
-        """Run the missing sessions of a group; it settles with the next :meth:`log_finished`."""
+        """Run the missing sessions of a group; it settles with the next flush of the log."""
         self.store.start_sessions(group.missing)
+        sessions = self._sessions(group)
         async with asyncio.TaskGroup() as tasks:
-            sessions = [
-                tasks.create_task(self._run_session(group.submitted, session))
-                for session in group.missing
-            ]
-        errors = [e for session in sessions if (e := session.result()) is not None]
+            running = [tasks.create_task(self._run_session(session)) for session in sessions]
+        errors = [e for session in running if (e := session.result()) is not None]
         outcome = GroupOutcome.FAILED if errors else GroupOutcome.FINISHED
         reason = "; ".join(errors)[:500]
-        self._settled.append(GroupSettled(group.submitted.group, outcome, reason))
-        self._ended.set()
+        self.log.settled(GroupSettled(group.submitted.group, outcome, reason))
 
-    def log_finished(self) -> None:
-        """Log what has ended since the last time.
-
-        Nobody waits for this append alone: a failure is final and surfaces at a later call.
-        """
-        self._ended.clear()
-        finished, self._finished = self._finished, []
-        settled, self._settled = self._settled, []
-        if finished or settled:
-            self.store.sessions_done(finished, settled=settled)
-        if settled and self.on_settled is not None:
-            self.on_settled(len(settled))
-
-    async def log_as_they_end(self, linger_s: float) -> None:
-        """Log what ends, ``linger_s`` after the first of it at the latest. Runs until cancelled."""
-        while True:
-            await self._ended.wait()
-            await asyncio.sleep(linger_s)
-            self.log_finished()
+    async def answer(
+        self, prompts: Sequence[Prompt], *, sampling: SamplingParams
+    ) -> list[Trajectory]:
+        """One trajectory per prompt, by the same loop; nothing is logged. Raises as `answer`."""
+        rules = self.rules
+        return await answer(
+            self._engine,
+            prompts,
+            tokenizer=self._task.tokenizer,
+            rules=AnswerRules(sampling, rules.seed, rules.loop, rules.tools, rules.retries),
+        )
 
     def running(self) -> list[RunningSession]:
         """Sessions in progress, the one started first in front."""
@@ -133,69 +156,146 @@ class SessionRunner:
         return [
             RunningSession(
                 session,
-                tokens=watch.tokens,
-                running_s=now_s - watch.started_s,
-                silent_s=now_s - watch.last_token_s,
-                doing=watch.doing,
+                tokens=some.watch.tokens,
+                running_s=now_s - some.watch.started_s,
+                silent_s=now_s - some.watch.last_token_s,
+                doing=some.watch.doing,
             )
-            for session, watch in self._running.items()
+            for session, some in self._running.items()
         ]
 
-    async def _run_session(self, submitted: Submitted, session: SessionId) -> str | None:
+    def _sessions(self, group: OpenGroup) -> list[_Session]:
+        """The missing sessions, each with what it has."""
+        continued = [session for session in group.begun if self.rules.continues]
+        prefixes = self.store.prefixes(continued) if continued else {}
+        prompt_ids, now_s = group.submitted.prompt_ids, self._clock.monotonic_s()
+        sessions: list[_Session] = []
+        for one in group.missing:
+            begun, prefix = group.begun.get(one), prefixes.get(one)
+            attempt = 0 if begun is None else self._attempt(one, begun)
+            builder = TrajectoryBuilder(one, prompt_ids, attempt=attempt)
+            if prefix is not None:
+                builder = TrajectoryBuilder.behind(prefix, prompt_ids)
+            known = {} if begun is None else self.store.tool_results(one)
+            session = _Session(group.submitted, builder, known, Watch(now_s, now_s))
+            session.watch.received = partial(self._received, session)
+            sessions.append(session)
+        return sessions
+
+    def _attempt(self, session: SessionId, begun: Begun) -> int:
+        """The attempt to be run; a new one if this one's tokens are there and not wanted."""
+        if self.rules.continues or not begun.tokens:
+            return begun.attempt
+        why = "partial trajectories are not continued"
+        self.store.restart_session(session, attempt=begun.attempt + 1, reason=why)
+        return begun.attempt + 1
+
+    async def _run_session(self, session: _Session) -> str | None:
         """Run one session, again if what it ran on failed; returns the reason when it failed."""
-        now_s = self._clock.monotonic_s()
-        watch = self._running[session] = _Watch(now_s, now_s)
+        self._running[session.id] = session
+        key = session.id.key()
         try:
             for attempt in range(self.rules.retries + 1):
                 try:
-                    trajectory = await self._generate(submitted, session, watch)
-                    return self._judge(submitted, trajectory)
+                    await self._finish(session)
+                    return None
+                except (SessionFailedError, VerdictError) as error:
+                    return f"{key}: {error}"
+                except HistoryError as error:
+                    reason = str(error)
+                    self._restart(session, reason)
                 except InfrastructureError as error:
-                    reason = f"{session.key()}: {error.what}"
-                    if attempt == self.rules.retries:
-                        return f"{reason} (attempt {attempt + 1})"
-                    fields: dict[str, object] = {"session": session.key(), "reason": error.what}
-                    self._events("session_retried", fields)
-                    watch.doing = f"pausing after {error.what}"
-                    await asyncio.sleep(self.rules.retry_pause_s * 2**attempt)
+                    reason = error.what
+                    if not self.rules.continues:
+                        session.start_again(session.builder.attempt)
+                if attempt == self.rules.retries:
+                    return f"{key}: {reason} (attempt {attempt + 1})"
+                self._events("session_retried", {"session": key, "reason": reason})
+                session.watch.doing = f"pausing after {reason}"
+                await asyncio.sleep(self.rules.retry_pause_s * 2**attempt)
             raise AssertionError("unreachable: the last attempt returns")
+        except asyncio.CancelledError:
+            if self.rules.logs_partials:
+                self.log.grown(session.builder)
+            raise
         finally:
-            del self._running[session]
+            del self._running[session.id]
 
-    def _judge(self, submitted: Submitted, trajectory: Trajectory) -> str | None:
-        key = trajectory.session.key()
-        try:
-            verdict = self._task.verify(prompt_of(submitted), trajectory.response_ids_T.tolist())
-        except Exception as error:  # noqa: BLE001 - a verifier is user code; the reason is kept
-            return f"{key}: verifier raised {type(error).__name__}: {error}"
-        if not math.isfinite(verdict.reward):
-            return f"{key}: verifier returned reward {verdict.reward}"
-        self._finished.append(FinishedSession(trajectory, verdict.reward, verdict.parts))
-        self._ended.set()
-        if len(self._finished) >= _LOGGED_TOGETHER:
-            self.log_finished()
-        self._faults.reach(FaultPoint.SESSION_FINISHED)
-        return None
+    def _restart(self, session: _Session, reason: str) -> None:
+        self.log.flush()
+        attempt = session.builder.attempt + 1
+        self.store.restart_session(session.id, attempt=attempt, reason=reason)
+        session.start_again(attempt)
 
-    async def _generate(
-        self, submitted: Submitted, session: SessionId, watch: _Watch
-    ) -> Trajectory:
-        request = GenerationRequest(
-            request_id=session.key(),
-            prompt_ids=submitted.prompt_ids,
-            sampling=self.rules.sampling,
-            random_key=(self.rules.seed, session.group, session.index),
+    async def _finish(self, session: _Session) -> None:
+        """Bring a session to its end and judge it."""
+        calls = SessionCalls(
+            session.id,
+            session.builder.attempt,
+            rules=self.rules.tools,
+            journal=_Journal(self.log, session, self.rules.continues),
+            known=session.known,
         )
-        watch.doing = "generating"
-        builder = TrajectoryBuilder(session, submitted.prompt_ids)
-        reason: StopReason | None = None
-        async for chunk in self._engine.generate(request):
-            builder.generated(chunk)
-            reason = chunk.stop_reason
-            self.generated_tokens += len(chunk.token_ids)
-            watch.tokens = builder.length
-            watch.last_token_s = self._clock.monotonic_s()
-        return builder.trajectory(final_reason(reason, session))
+        try:
+            reason = await self.rules.loop.run(self._live(session, calls))
+        finally:
+            await calls.end()
+        await self._settle(session, reason)
+
+    def _live(self, session: _Session, calls: SessionCalls) -> LiveSession:
+        submitted, rules = session.submitted, self.rules
+        request = GenerationRequest(
+            request_id=session.id.key(),
+            prompt_ids=submitted.prompt_ids,
+            sampling=rules.sampling,
+            random_key=(rules.seed, session.id.group, session.id.index),
+        )
+        return LiveSession(
+            session.builder,
+            engine=self._engine,
+            request=request,
+            tokenizer=self._task.tokenizer,
+            calls=calls,
+            watch=session.watch,
+        )
+
+    def _received(self, session: _Session, count: int) -> None:
+        builder, watch = session.builder, session.watch
+        self.generated_tokens += count
+        watch.tokens = builder.length
+        watch.last_token_s = self._clock.monotonic_s()
+        every = self.rules.partial_tokens
+        if every is not None and self.rules.continues and builder.length >= builder.logged + every:
+            self.log.grown(builder)
+
+    async def _settle(self, session: _Session, reason: StopReason) -> None:
+        trajectory = session.builder.trajectory(reason)
+        session.watch.doing = "judging"
+        response_ids = trajectory.response_ids_T.tolist()
+        verdict = await self.judge.verdict(prompt_of(session.submitted), response_ids)
+        self.log.finished(FinishedSession(trajectory, verdict.reward, verdict.parts))
+        self._faults.reach(FaultPoint.SESSION_FINISHED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Journal:
+    """Results of one session's calls, each behind the tokens that asked for it."""
+
+    log: SessionLog
+    session: _Session
+    continues: bool
+
+    async def result(self, record: ToolResult) -> None:
+        self._log_tokens()
+        await self.log.result(record)
+
+    async def durable(self) -> None:
+        self._log_tokens()
+        await self.log.durable()
+
+    def _log_tokens(self) -> None:
+        if self.continues:
+            self.log.grown(self.session.builder)
 
 
 def prompt_of(submitted: Submitted) -> Prompt:

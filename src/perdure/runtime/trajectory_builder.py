@@ -10,25 +10,48 @@ from perdure.core.errors import TrainingError
 from perdure.core.ids import PolicyVersion, SessionId
 from perdure.core.record_types import StopReason
 from perdure.core.rollout_api import GenerationChunk
-from perdure.core.trajectories import Array, Segment, Trajectory
+from perdure.core.trajectories import (
+    Array,
+    PartialDelta,
+    Segment,
+    SessionPrefix,
+    Trajectory,
+    joined_segments,
+)
 
 
 class TrajectoryBuilder:
-    """Collects the tokens of one session.
+    """Collects the tokens of one attempt of a session.
 
     Neighbours of one policy version share a segment; tool output belongs to the segment in front of
     it.
     """
 
-    def __init__(self, session: SessionId, prompt_ids: Sequence[int]) -> None:
-        self._session = session
-        self._prompt_ids = prompt_ids
+    def __init__(self, session: SessionId, prompt_ids: Sequence[int], *, attempt: int = 0) -> None:
+        self.session = session
+        self.attempt = attempt
+        self.prompt_ids = prompt_ids
         self._tokens: list[Array] = []
         self._logprobs: list[Array] = []
         self._masks: list[Array] = []
         self._segments: list[Segment] = []
         self.length = 0
         """Tokens so far."""
+        self.logged = 0
+        """Those of them that the log was given as partial tokens."""
+        self._logged_parts = 0
+
+    @classmethod
+    def behind(cls, prefix: SessionPrefix, prompt_ids: Sequence[int]) -> TrajectoryBuilder:
+        """Goes on behind what the log has of the session."""
+        builder = cls(prefix.session, prompt_ids, attempt=prefix.attempt)
+        builder._tokens.append(prefix.response_ids_T)
+        builder._logprobs.append(prefix.logprobs_T)
+        builder._masks.append(prefix.loss_mask_T)
+        builder._segments.extend(prefix.segments)
+        builder.length = len(prefix.response_ids_T)
+        builder.note_logged()
+        return builder
 
     def generated(self, chunk: GenerationChunk) -> None:
         """The policy chose these tokens."""
@@ -50,11 +73,34 @@ class TrajectoryBuilder:
         """All tokens so far."""
         return tuple([token for part in self._tokens for token in part.tolist()])
 
+    def chosen(self) -> list[int]:
+        """For each token 1 if the policy chose it, else 0."""
+        return [chosen for part in self._masks for chosen in part.tolist()]
+
+    def unlogged(self) -> PartialDelta:
+        """The tokens behind :attr:`logged`."""
+        new = slice(self._logged_parts, None)
+        return PartialDelta(
+            self.session,
+            self.logged,
+            _joined(self._tokens[new], np.int32),
+            _joined(self._logprobs[new], np.float32),
+            _joined(self._masks[new], np.uint8),
+            joined_segments(
+                Segment(s.version, max(s.start, self.logged), s.end) for s in self._segments
+            ),
+            self.attempt,
+        )
+
+    def note_logged(self) -> None:
+        """The log was given all there is."""
+        self.logged, self._logged_parts = self.length, len(self._tokens)
+
     def trajectory(self, stop_reason: StopReason) -> Trajectory:
         """What there is, as a trajectory that ended for ``stop_reason``."""
         return Trajectory(
-            session=self._session,
-            prompt_ids_P=np.asarray(self._prompt_ids, dtype=np.int32),
+            session=self.session,
+            prompt_ids_P=np.asarray(self.prompt_ids, dtype=np.int32),
             response_ids_T=_joined(self._tokens, np.int32),
             logprobs_T=_joined(self._logprobs, np.float32),
             loss_mask_T=_joined(self._masks, np.uint8),

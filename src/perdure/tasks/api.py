@@ -28,10 +28,15 @@ class Prompt:
 
 
 class Demonstration(NamedTuple):
-    """A prompt with a right response (end-of-sequence token included), for the warm start."""
+    """A prompt with a right response (end-of-sequence token included), for the warm start.
+
+    Attributes:
+        loss_mask: 1 for each response token that is to be imitated, 0 for what tools say.
+    """
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,11 @@ class Task(Protocol):
     @property
     def max_answer_tokens(self) -> int:
         """No right answer needs more, end-of-sequence token included."""
+        ...
+
+    @property
+    def slow_verifier(self) -> bool:
+        """Whether :meth:`verify` may take long: it works in a thread then, within a deadline."""
         ...
 
     def prompt(self, index: int) -> Prompt:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from perdure.core.names import hint
 from perdure.tasks.api import Task
+from perdure.tasks.calculator import CalculatorOptions, calculator
 from perdure.tasks.digits import (
     AddOptions,
     DigitsOptions,
@@ -25,6 +26,7 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
         "sort_digits": "digits",
         "reverse_digits": "digits",
         "add_numbers": "add",
+        "calculator": "calculator",
         "jsonl": "jsonl",
         "reasoning_gym": "reasoning_gym",
     }
@@ -44,6 +46,9 @@ class TaskConfig(BaseModel):
         default=DigitsOptions(), description="Options of sort_digits and reverse_digits."
     )
     add: AddOptions = Field(default=AddOptions(), description="Options of add_numbers.")
+    calculator: CalculatorOptions = Field(
+        default=CalculatorOptions(), description="Options of calculator."
+    )
     jsonl: JsonlOptions | None = Field(default=None, description="Options of jsonl.")
     reasoning_gym: ReasoningGymOptions | None = Field(
         default=None, description="Options of reasoning_gym."
@@ -96,6 +101,7 @@ _MAKERS: Mapping[str, Callable[[TaskConfig, int], Task]] = MappingProxyType(
         "sort_digits": lambda config, seed: sort_digits(config.digits, seed),
         "reverse_digits": lambda config, seed: reverse_digits(config.digits, seed),
         "add_numbers": lambda config, seed: add_numbers(config.add, seed),
+        "calculator": lambda config, seed: calculator(config.calculator, seed),
         "jsonl": _make_jsonl,
         "reasoning_gym": _make_reasoning_gym,
     }

@@ -33,11 +33,14 @@ class Draw:
         prompt: Its text.
         response: A right response as text, without end of sequence.
         answer: What the verifier needs (:attr:`Prompt.answer`).
+        turns: What follows the response: in turn, what a tool says and what the policy goes on
+            with.
     """
 
     prompt: str
     response: str
     answer: str
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Problem:
         verify: The judge: (:attr:`Prompt.answer`, response token ids) → verdict.
         max_prompt_tokens: Bound on prompts.
         max_answer_tokens: Bound on right answers, end of sequence included.
+        slow_verifier: Whether ``verify`` may take long.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Problem:
     verify: Callable[[str, Sequence[int]], RewardResult]
     max_prompt_tokens: int
     max_answer_tokens: int
+    slow_verifier: bool = False
 
 
 class GeneratedTask:
@@ -74,6 +79,7 @@ class GeneratedTask:
         self.tokenizer = tokenizer
         self.max_prompt_tokens = problem.max_prompt_tokens
         self.max_answer_tokens = problem.max_answer_tokens
+        self.slow_verifier = problem.slow_verifier
         self.dataset_digest = digest_values(
             [_STREAM_FORMAT, problem.name, problem.options, tokenizer.digest, seed]
         )
@@ -87,9 +93,12 @@ class GeneratedTask:
     def demonstration(self, index: int) -> Demonstration:
         """The warm-start example at ``index``."""
         draw = self._training_draw("demonstration", index)
-        response_ids = self.tokenizer.encode(draw.response)
+        parts = [self.tokenizer.encode(text) for text in (draw.response, *draw.turns)]
+        mask = [(index + 1) % 2 for index, part in enumerate(parts) for _ in part]
         return Demonstration(
-            self.tokenizer.encode(draw.prompt), (*response_ids, self.tokenizer.eos_id)
+            self.tokenizer.encode(draw.prompt),
+            (*(token for part in parts for token in part), self.tokenizer.eos_id),
+            (*mask, 1),
         )
 
     def held_out(self, count: int, *, or_fewer: bool = False) -> list[Prompt]:

@@ -91,6 +91,7 @@ class JsonlTask:
         self._seed = seed
         examples = [*training, *held_out]
         self.max_prompt_tokens = max(len(tokenizer.encode(e.prompt)) for e in examples)
+        self.slow_verifier = False
         self.max_answer_tokens = 1 + max(len(tokenizer.encode(e.response)) for e in examples)
         self._order = lru_cache(maxsize=4)(self._permutation)
 
@@ -101,9 +102,9 @@ class JsonlTask:
     def demonstration(self, index: int) -> Demonstration:
         """The warm-start example at ``index``; without a demonstration its answer is shown."""
         example = self._pick("demonstration", index)
+        response_ids = (*self.tokenizer.encode(example.response), self.tokenizer.eos_id)
         return Demonstration(
-            self.tokenizer.encode(example.prompt),
-            (*self.tokenizer.encode(example.response), self.tokenizer.eos_id),
+            self.tokenizer.encode(example.prompt), response_ids, (1,) * len(response_ids)
         )
 
     def held_out(self, count: int, *, or_fewer: bool = False) -> list[Prompt]:

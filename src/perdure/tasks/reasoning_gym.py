@@ -155,6 +155,7 @@ def reasoning_gym_task(options: ReasoningGymOptions, seed: int) -> GeneratedTask
         verify=source.verify,
         max_prompt_tokens=options.max_prompt_tokens,
         max_answer_tokens=options.max_answer_tokens,
+        slow_verifier=True,
     )
     return GeneratedTask(problem, tokenizer=tokenizer, seed=seed)
 

@@ -1,7 +1,8 @@
-"""Text to token ids and back: one token a character of a fixed alphabet, or one a byte of UTF-8."""
+"""Text to token ids and back: tokens are pieces of text from a fixed list, or bytes of UTF-8."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -95,6 +96,52 @@ class CharTokenizer:
         return "".join([self._texts[i] for i in _checked(ids, self.vocab_size)])
 
 
+class PieceTokenizer:
+    """One token a piece of text: characters, and words or tags that are one token each.
+
+    Where several pieces fit, the longest is taken.
+
+    Args:
+        pieces: In the order of their ids, none empty or twice.
+        where: What the pieces belong to, named in errors.
+    """
+
+    def __init__(self, pieces: Sequence[str], *, where: str = "tokenizer") -> None:
+        if not all(pieces) or len(set(pieces)) != len(pieces):
+            raise ConfigError(
+                "a piece is empty or occurs twice",
+                where=where,
+                rule="every piece is one token",
+                way_out="list each piece once",
+            )
+        self.pieces = tuple(pieces)
+        self.vocab_size = _SPECIALS + len(pieces)
+        self.pad_id = PAD_ID
+        self.eos_id = EOS_ID
+        self.digest = digest_values(["pieces", PAD_ID, EOS_ID, list(pieces)])
+        self._where = where
+        self._ids = {piece: _SPECIALS + i for i, piece in enumerate(pieces)}
+        longest_first = sorted(pieces, key=len, reverse=True)
+        self._split = re.compile("|".join(map(re.escape, longest_first)), re.DOTALL)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of ``text``. Raises ``ConfigError`` if some of it is no piece."""
+        found = self._split.findall(text)
+        if sum(map(len, found)) != len(text):
+            raise ConfigError(
+                f"no tokens for all of {text[:60]!r}",
+                where=self._where,
+                rule=f"the pieces are {' '.join(self.pieces)}",
+                way_out="add the missing characters to the pieces or leave them out of the text",
+            )
+        return tuple([self._ids[piece] for piece in found])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; padding and end of sequence are left out."""
+        texts = ("", "", *self.pieces)
+        return "".join([texts[i] for i in _checked(ids, self.vocab_size)])
+
+
 class ByteTokenizer:
     """One token a byte of UTF-8: every text has tokens. Other bytes decode to U+FFFD."""
 
@@ -121,6 +168,21 @@ def _checked(ids: Sequence[int], vocab_size: int) -> list[int]:
     return checked
 
 
+def encode_known(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of ``text``; without the characters that have no token, if some have none."""
+    try:
+        return tokenizer.encode(text)
+    except ConfigError:
+        return tuple([i for character in text for i in _encoded(tokenizer, character)])
+
+
+def _encoded(tokenizer: Tokenizer, character: str) -> tuple[int, ...]:
+    try:
+        return tokenizer.encode(character)
+    except ConfigError:
+        return ()
+
+
 def finished_text(tokenizer: Tokenizer, response_ids: Sequence[int]) -> str | None:
     """Text of a response that is finished, else None.
 
@@ -138,13 +200,15 @@ def finished_text(tokenizer: Tokenizer, response_ids: Sequence[int]) -> str | No
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> dict[str, object]:
-    """What a tokenizer's ids stand for, as JSON: characters, or the first of the 256 bytes."""
+    """What a tokenizer's ids stand for, as JSON: characters, pieces, or the first of 256 bytes."""
     vocabulary: dict[str, object] = {
         "pad_token_id": tokenizer.pad_id,
         "eos_token_id": tokenizer.eos_id,
         "vocab_size": tokenizer.vocab_size,
     }
-    if isinstance(tokenizer, CharTokenizer):
+    if isinstance(tokenizer, PieceTokenizer):
+        vocabulary["pieces"] = {piece: tokenizer.encode(piece)[0] for piece in tokenizer.pieces}
+    elif isinstance(tokenizer, CharTokenizer):
         vocabulary["characters"] = {c: tokenizer.encode(c)[0] for c in tokenizer.alphabet}
     else:
         vocabulary["first_byte_id"] = tokenizer.vocab_size - 256

@@ -180,4 +180,14 @@ def session_rules(config: RunConfig, task: Task) -> SessionRules:
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=(task.tokenizer.eos_id,),
     )
-    return SessionRules(sampling, config.seed, retries=rollout.session_retries)
+    loop, tools = config.agent.build()
+    return SessionRules(
+        sampling,
+        config.seed,
+        loop=loop,
+        tools=tools,
+        retries=rollout.session_retries,
+        partial_tokens=rollout.partial_tokens,
+        continues=rollout.continue_partials and not config.deterministic,
+        verifier_timeout_s=rollout.verifier_timeout_s,
+    )

@@ -11,6 +11,7 @@ from perdure.config import OPERATIONAL, Problem, Section
 from perdure.core.rollout_api import MIN_TEMPERATURE
 from perdure.learner.config import LearnerConfig
 from perdure.tasks.config import SECTIONS, TaskConfig
+from perdure.trainers.agent_config import AgentConfig
 from perdure.trainers.checkpoint_config import CheckpointConfig
 
 if TYPE_CHECKING:
@@ -83,7 +84,16 @@ class RolloutConfig(Section):
     slots: Annotated[int, Field(ge=1)] = 128
     """Requests the embedded engine decodes at once."""
     session_retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
-    """How often a session is run again whose engine, tool or connection failed."""
+    """How often a session is tried again whose engine, tool or connection failed."""
+    partial_tokens: Annotated[int | None, Field(ge=1), OPERATIONAL] = 128
+    """So many new tokens of an unfinished session are logged: a crash costs it fewer. null: none
+    but those in front of a tool call."""
+    continue_partials: Annotated[bool, OPERATIONAL] = True
+    """Sessions that were interrupted go on from their last durable token, not from the prompt.
+    A deterministic run starts them again."""
+    verifier_timeout_s: Annotated[float, Field(gt=0), OPERATIONAL] = 60.0
+    """Longest wait for a verdict; a session without one has failed. Verifiers that are known to be
+    quick are not interrupted."""
 
     @property
     def is_truncated(self) -> bool:
@@ -196,6 +206,7 @@ class RunConfig(Section):
     model: ModelShape = ModelShape()
     learner: LearnerConfig = LearnerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    agent: AgentConfig = AgentConfig()
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = SamplerConfig()
     validation: ValidationConfig = ValidationConfig()

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.records import ControlRecord, Evicted, GroupSettled, SessionRestarted
-from perdure.trainers.acknowledge import acknowledged
+from perdure.runtime.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 
 POISON_FAILURES = 2

@@ -12,7 +12,7 @@ from perdure.core.errors import RedoDivergedError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep, UpdateId
 from perdure.core.records import Redone, StepDone
-from perdure.trainers.acknowledge import acknowledged
+from perdure.runtime.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.saving import stage_checkpoint_if_due
 from perdure.trainers.steps import local_update, step_record, take_groups

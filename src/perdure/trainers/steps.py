@@ -16,7 +16,7 @@ from perdure.core.ids import GlobalStep, GroupId, LogPosition, OptimizerStep, Up
 from perdure.core.records import Published, StepDone, UpdateFailed
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import Decision, decide
-from perdure.trainers.acknowledge import acknowledged
+from perdure.runtime.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.prompts import MAX_REFILL_ROUNDS, next_prompts
 from perdure.trainers.sampling_rules import sampling_rules

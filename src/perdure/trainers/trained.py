@@ -22,7 +22,8 @@ from perdure.learner.components import WeightsComponent
 from perdure.models import Transformer, weights_of
 from perdure.models.huggingface import save_pretrained
 from perdure.rollout import EmbeddedEngine
-from perdure.runtime.answers import answer
+from perdure.runtime.answers import AnswerRules, answer
+from perdure.runtime.verdicts import Judge
 from perdure.storage import PosixStorage
 from perdure.tasks.api import Prompt, Task, require_same_data
 from perdure.tasks.config import make_task
@@ -126,12 +127,15 @@ async def _sample(trained: Trained, asked: Sequence[Prompt]) -> list[Sample]:
     engine = EmbeddedEngine(model_shape(config, task), engine_options(config, task))
     try:
         await engine.load_weights(PolicyVersion(1), weights_of(trained.model))
-        trajectories = await answer(engine, asked, sampling=greedy(config, task), seed=config.seed)
+        loop, tools = config.agent.build()
+        rules = AnswerRules(greedy(config, task), config.seed, loop, tools)
+        trajectories = await answer(engine, asked, tokenizer=task.tokenizer, rules=rules)
     finally:
         await engine.close()
+    judge = Judge(task, timeout_s=config.rollout.verifier_timeout_s)
     samples: list[Sample] = []
     for prompt, trajectory in zip(asked, trajectories, strict=True):
-        verdict = judge_answer(task, prompt, trajectory)
+        verdict = await judge_answer(judge, prompt, trajectory)
         samples.append(
             Sample(
                 task.tokenizer.decode(prompt.prompt_ids),

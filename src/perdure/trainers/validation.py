@@ -10,8 +10,9 @@ from perdure.core.ids import GlobalStep
 from perdure.core.records import Evaluated
 from perdure.core.rollout_api import SamplingParams
 from perdure.core.trajectories import Trajectory
+from perdure.runtime.acknowledge import acknowledged
+from perdure.runtime.verdicts import Judge, VerdictError
 from perdure.tasks.api import Prompt, RewardResult, Task
-from perdure.trainers.acknowledge import acknowledged
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
 
@@ -65,8 +66,9 @@ async def _validate(ctx: TrainContext) -> dict[str, float]:
     """
     sampling = greedy(ctx.config, ctx.task)
     trajectories = await ctx.runtime.answer(ctx.held_out, sampling=sampling)
+    judge = Judge(ctx.task, timeout_s=ctx.config.rollout.verifier_timeout_s)
     verdicts = [
-        judge_answer(ctx.task, prompt, trajectory)
+        await judge_answer(judge, prompt, trajectory)
         for prompt, trajectory in zip(ctx.held_out, trajectories, strict=True)
     ]
     lengths = [len(trajectory.response_ids_T) for trajectory in trajectories]
@@ -89,25 +91,18 @@ def greedy(config: RunConfig, task: Task) -> SamplingParams:
     )
 
 
-def judge_answer(task: Task, prompt: Prompt, trajectory: Trajectory) -> RewardResult:
+async def judge_answer(judge: Judge, prompt: Prompt, trajectory: Trajectory) -> RewardResult:
     """The verdict on an answer.
 
     Raises:
-        TrainingError: The verifier raises, or its reward is not finite.
+        TrainingError: The verifier raises or is too slow, or its reward is not finite.
     """
     try:
-        verdict = task.verify(prompt, trajectory.response_ids_T.tolist())
-    except Exception as error:
-        raise _refusal(task, prompt, f"raised {type(error).__name__}: {error}") from error
-    if not np.isfinite(verdict.reward):
-        raise _refusal(task, prompt, f"returned reward {verdict.reward}")
-    return verdict
-
-
-def _refusal(task: Task, prompt: Prompt, what: str) -> TrainingError:
-    return TrainingError(
-        f"the verifier {what}",
-        where=f"held-out prompt {prompt.data_index} of task {task.name}",
-        rule="a verifier judges every answer with a finite reward",
-        way_out="mend the verifier, then resume the run",
-    )
+        return await judge.verdict(prompt, trajectory.response_ids_T.tolist())
+    except VerdictError as error:
+        raise TrainingError(
+            f"the {error}",
+            where=f"held-out prompt {prompt.data_index} of task {prompt.task}",
+            rule="a verifier judges every answer with a finite reward",
+            way_out="mend the verifier, then resume the run",
+        ) from error

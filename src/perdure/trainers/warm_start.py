@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from perdure.core.faults import FaultPoint
 from perdure.core.records import PhaseStep
-from perdure.trainers.acknowledge import acknowledged
+from perdure.runtime.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.redo import diverged
 from perdure.trainers.saving import stage_checkpoint

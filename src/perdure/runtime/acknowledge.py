@@ -20,6 +20,12 @@ async def acknowledged(store: ExperienceStore, future: Future[LogPosition]) -> L
         FencedError, StorageError: As the log says; also if it takes longer than
             ``ACKNOWLEDGE_TIMEOUT_S``.
     """
+    await everything_acknowledged(store)
+    return future.result(timeout=0)
+
+
+async def everything_acknowledged(store: ExperienceStore) -> None:
+    """Wait until all that was appended so far is durable. Raises as :func:`acknowledged`."""
     everything = asyncio.wrap_future(store.commit_all())
     try:
         await asyncio.wait_for(everything, ACKNOWLEDGE_TIMEOUT_S)
@@ -31,4 +37,3 @@ async def acknowledged(store: ExperienceStore, future: Future[LogPosition]) -> L
             way_out="check the disk, then resume the run; nothing acknowledged is lost",
         ) from error
     store.note_acknowledged()
-    return future.result(timeout=0)

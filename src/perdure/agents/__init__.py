@@ -1,0 +1,1 @@
+"""Agent loops, the tools in the box, and how calls are read from a model's text."""
