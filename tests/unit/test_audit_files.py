@@ -90,6 +90,49 @@ def test_manifest_and_commit_must_agree(tmp_path: Path, manifest: dict[str, obje
     assert_violation(run, "a commit and its manifest")
 
 
+WHOLE = [[0, [0, 0], [3, 2]], [1, [3, 0], [2, 2]], [2, [0, 2], [5, 1]], [3, [5, 3], [0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "what"),
+    [
+        ([5, 3], WHOLE, ""),
+        ([], [[0, [], []]], ""),
+        ([0, 2], [], ""),
+        ([5, 3], WHOLE[1:], "no part holds some"),
+        ([5, 3], WHOLE[:2], "no part holds some"),
+        ([], [], "no part holds some"),
+        ([5, 3], [*WHOLE, [3, [4, 2], [1, 1]]], "two parts hold the same"),
+        # As many elements as there should be, at the wrong places.
+        ([4], [[0, [0], [2]], [1, [1], [2]]], "no part holds some"),
+        ([5, 3], [*WHOLE[:2], [2, [0, 2], [5, 2]]], "the part of rank 2 reaches out"),
+        ([5, 3], [[0, [0], [5]]], "cannot be read"),
+        ([5, 3], [[0, [0, 0]]], "cannot be read"),
+    ],
+)
+def test_parts_of_ranks_are_the_whole_tensor(
+    tmp_path: Path, shape: list[int], parts: list[object], what: str
+) -> None:
+    run = w.Run(tmp_path)
+    tensor = {"dtype": "F32", "shape": shape, "parts": parts}
+    manifest = {"features": ["ranks"], "components": {"policy": {"shards": {"w": tensor}}}}
+    run.incarnation(1).write(run.checkpoint("step-00000000-1", manifest=manifest))
+    findings = audit_run(run.save()).findings
+    assert len(findings) == bool(what)
+    for finding in findings:
+        assert (finding.severity, finding.where) == (
+            "damage",
+            "checkpoints/step-00000000-1/manifest.json",
+        )
+        assert finding.what.startswith("tensor w of policy: ")
+        assert what in finding.what
+
+
+def test_parts_that_the_engine_has_stored_are_the_whole() -> None:
+    golden = Path(__file__).parents[1] / "golden" / "ranks-v1"
+    assert not audit_run(golden).findings
+
+
 def test_quarantined_checkpoint_is_noted(tmp_path: Path) -> None:
     run = w.healthy(tmp_path)
     directory = "checkpoints/step-00000001-1/"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from perdure.audit.history import Event
+from perdure.audit.parts import PARTS_RULE, parts_problems
 from perdure.audit.report import Findings
 from perdure.audit.sealed import read_sealed
 from perdure.core.errors import FutureFormatError
@@ -75,6 +76,8 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     logged = [commit.fields[name] for name in ("phase", "step", "position")]
     if said != logged:
         findings.violation(commit.where, f"{directory} is {said}, logged as {logged}", COMMIT_RULE)
+    for problem in parts_problems(manifest.get("components", {})):
+        findings.damage(f"{where}/manifest.json", problem, PARTS_RULE)
     return _check_files(run, directory, manifest, findings)
 
 
