@@ -38,7 +38,6 @@ from perdure.core.ids import GlobalStep, GroupId, LocalUpdate, PolicyVersion, Se
 from perdure.core.rollout_api import GenerationRequest, SamplingParams
 from perdure.core.trajectories import RewardedGroup, Trajectory
 from perdure.publish import InProcessTransport, Publication
-from perdure.rollout import EnginePool
 from perdure.runtime.trajectory_builder import trajectory_from_chunks
 from perdure.storage import PosixStorage
 from perdure.tasks.config import make_task
@@ -125,7 +124,8 @@ class PlainLoop:
         self.config = config
         self.task = make_task(config.task, config.seed)
         self.machinery = build_machinery(config, self.task)
-        pool = EnginePool({"engine": self.machinery.engine})
+        pool = self.machinery.pool
+        (self.engine,) = pool.takers.values()
         self.publication = Publication(pool, InProcessTransport())
         self.next_prompt = 0
         self.asleep = False
@@ -153,7 +153,7 @@ class PlainLoop:
     async def publish(self, version: int) -> None:
         learner = self.machinery.learner
         if self.asleep:
-            await self.machinery.engine.wake()
+            await self.engine.wake()
             self.asleep = False
         await self.publication.publish(
             PolicyVersion(version), weights=learner.policy_weights(), digest=learner.policy_digest()
@@ -166,7 +166,7 @@ class PlainLoop:
         async with asyncio.TaskGroup() as tasks:
             pending = [tasks.create_task(self.group(i)) for i in range(first, self.next_prompt)]
         groups = [task.result() for task in pending]
-        await self.machinery.engine.sleep()
+        await self.engine.sleep()
         self.asleep = True
         per_update = trainer.train_batch_size // trainer.local_updates_per_step
         for k in range(trainer.local_updates_per_step):
@@ -192,7 +192,7 @@ class PlainLoop:
             sampling=self.sampling,
             random_key=(self.config.seed, session.group, session.index),
         )
-        chunks = [chunk async for chunk in self.machinery.engine.generate(request)]
+        chunks = [chunk async for chunk in self.engine.generate(request)]
         return trajectory_from_chunks(session, prompt_ids=prompt_ids, chunks=chunks)
 
 
@@ -238,7 +238,7 @@ async def compare(config: RunConfig, run_dir: Path, *, steps: int) -> dict[str, 
         same = await ctx.runtime.policy_digest() == plain.machinery.learner.policy_digest()
         ctx.checkpoints.wait(60.0)
         log_bytes = sum(path.stat().st_size for path in (run_dir / "log").iterdir())
-    await plain.machinery.engine.close()
+    await plain.machinery.close()
     return summary(costs, same=same, log_bytes=log_bytes)
 
 

@@ -34,13 +34,14 @@ from perdure.core.trajectories import RewardedGroup
 from perdure.learner.api import Example, LocalUpdateResult
 from perdure.models import digest_weights
 
-CHUNK = 4
-
 
 def token_of(key: Sequence[int], place: int, version: int) -> int:
-    """The token at ``place`` of the stream ``key`` under the weights of ``version``."""
+    """The token at ``place`` of the stream ``key`` under the weights of ``version``.
+
+    Never one that ends an answer: those are as long as their engine's traits say.
+    """
     text = f"{tuple(key)} {place} {version}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=2).digest()) % 7
+    return 2 + int.from_bytes(hashlib.blake2b(text, digest_size=2).digest()) % 7
 
 
 @dataclass
@@ -52,6 +53,9 @@ class EngineTraits:
         length: Tokens of a request by its random key.
         pace: How much longer a request takes than others, by its random key.
         load_s: Seconds for loading weights.
+        prefill_s: From a slot to the first token.
+        slots: Requests decoded at once; others wait.
+        chunk: Tokens streamed together.
         wrong_digests: So many of its next acknowledgements are wrong.
     """
 
@@ -59,6 +63,9 @@ class EngineTraits:
     length: Callable[[Sequence[int]], int]
     pace: Callable[[Sequence[int]], float]
     load_s: Callable[[], float]
+    prefill_s: float = 0.0
+    slots: int = 12
+    chunk: int = 4
     wrong_digests: int = 0
 
 
@@ -79,6 +86,7 @@ class FakeEngine:
         self.wedged = False
         self._max_tokens = max_tokens
         self._live: dict[str, _Live] = {}
+        self._busy = 0
         self._paused = False
         self._has_weights = False
         self._listeners: list[LossListener] = []
@@ -86,7 +94,8 @@ class FakeEngine:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(sleep_frees_memory=True, slots=64, max_tokens=self._max_tokens)
+        slots = self.traits.slots
+        return EngineCapabilities(sleep_frees_memory=True, slots=slots, max_tokens=self._max_tokens)
 
     def on_loss(self, tell: LossListener) -> None:
         self._listeners.append(tell)
@@ -96,8 +105,7 @@ class FakeEngine:
         if self.dead:
             return
         self.dead = True
-        for live in self._live.values():
-            live.wake.set()
+        self._wake_all()
         for tell in self._listeners:
             tell(EngineLostError("the engine was killed", where="simulation"))
 
@@ -109,31 +117,47 @@ class FakeEngine:
         await self._answering()
         live = self._live[request.request_id] = _Live()
         try:
-            while self._paused and not live.aborted:
+            while (self._paused or self._busy >= self.traits.slots) and not live.aborted:
                 await live.wake.wait()
                 live.wake.clear()
                 await self._answering()
-            length = min(self.traits.length(request.random_key), request.sampling.max_new_tokens)
-            place = len(request.prefix_ids)
-            while True:
-                count = min(CHUNK, length - place)
-                pace = self.traits.pace(request.random_key)
-                await self._spend(live, count * self.traits.token_s() * pace)
-                if live.aborted:
-                    yield self._chunk([], StopReason.ABORTED)
-                    return
-                tokens = [
-                    token_of(request.random_key, place + i, self.version) for i in range(count)
-                ]
-                place += count
-                ended = place >= length
-                full = place >= request.sampling.max_new_tokens
-                reason = StopReason.LENGTH if full else StopReason.STOP
-                yield self._chunk(tokens, reason if ended else None)
-                if ended:
-                    return
+            self._busy += 1
+            try:
+                async for chunk in self._decode(request, live):
+                    yield chunk
+            finally:
+                self._busy -= 1
+                self._wake_all()
         finally:
             self._live.pop(request.request_id, None)
+
+    async def _decode(
+        self, request: GenerationRequest, live: _Live
+    ) -> AsyncGenerator[GenerationChunk]:
+        traits = self.traits
+        length = min(traits.length(request.random_key), request.sampling.max_new_tokens)
+        pace = traits.pace(request.random_key)
+        place = len(request.prefix_ids)
+        before_s = traits.prefill_s
+        while True:
+            count = min(traits.chunk, length - place)
+            await self._spend(live, before_s + count * traits.token_s() * pace)
+            before_s = 0.0
+            if live.aborted:
+                yield self._chunk([], StopReason.ABORTED)
+                return
+            tokens = [token_of(request.random_key, place + i, self.version) for i in range(count)]
+            place += count
+            ended = place >= length
+            full = place >= request.sampling.max_new_tokens
+            reason = StopReason.LENGTH if full else StopReason.STOP
+            yield self._chunk(tokens, reason if ended else None)
+            if ended:
+                return
+
+    def _wake_all(self) -> None:
+        for live in self._live.values():
+            live.wake.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         await self._answering()
@@ -154,8 +178,7 @@ class FakeEngine:
     async def resume(self) -> None:
         await self._answering()
         self._paused = False
-        for live in self._live.values():
-            live.wake.set()
+        self._wake_all()
 
     async def sleep(self) -> None:
         await self._answering()
@@ -186,8 +209,7 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.dead = True
-        for live in self._live.values():
-            live.wake.set()
+        self._wake_all()
 
     async def _spend(self, live: _Live, seconds: float) -> None:
         try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,7 +38,9 @@ class Scenario:
     Attributes:
         endings: Of the lives before the last one, in order.
         rewinds: Numbers of the lives (from 2) that go on without redo.
-        engines: Of ``separate_async``; the other modes have one.
+        limits: Fields of ``sampler``; also what a recipe may not say, so that much is evicted.
+        engines: Of ``separate_async``.
+        shared_engines: Of the other modes.
         deaths: Engines killed on the way.
         wedges: Engines that stop answering on the way.
         replaced: Lost engines are replaced; otherwise one is always left.
@@ -53,7 +55,9 @@ class Scenario:
     overrides: tuple[str, ...] = ()
     endings: tuple[Ending, ...] = ()
     rewinds: tuple[int, ...] = ()
+    limits: Mapping[str, object] = field(default_factory=dict[str, object])
     engines: int = 2
+    shared_engines: int = 1
     deaths: int = 0
     wedges: int = 0
     replaced: bool = False
@@ -63,7 +67,7 @@ class Scenario:
     failing: float = 0.0
 
     def config(self) -> RunConfig:
-        return load_config(
+        config = load_config(
             RunConfig,
             RECIPE,
             [
@@ -74,6 +78,8 @@ class Scenario:
                 *self.overrides,
             ],
         )
+        sampler = config.sampler.model_copy(update=dict(self.limits))
+        return config.model_copy(update={"sampler": sampler})
 
 
 def drawn(mode: str, seed: int) -> Scenario:
@@ -84,12 +90,14 @@ def drawn(mode: str, seed: int) -> Scenario:
     overrides.append(f"sampler.dynamic_filter={str(rng.random() < 0.2).lower()}")
     separate = mode == "separate_async"
     replaced = bool(rng.random() < 0.5)
-    if mode != "sync":
-        overrides += _limits(rng)
+    limits = {} if mode == "sync" else _limits(rng)
+    if separate:
+        overrides.append(f"rollout.spillover={str(rng.random() < 0.5).lower()}")
     return Scenario(
         seed,
         mode,
         tuple(overrides),
+        limits=limits,
         endings=tuple(_one_of(rng, tuple(Ending)) for _ in range(lives)),
         rewinds=tuple(life for life in range(2, lives + 2) if rng.random() < 0.1),
         engines=int(rng.integers(1 if replaced else 2, 4)),
@@ -103,16 +111,16 @@ def drawn(mode: str, seed: int) -> Scenario:
     )
 
 
-def _limits(rng: np.random.Generator) -> list[str]:
-    found = [
-        f"sampler.max_prompt_age={rng.integers(1, 5)}",
-        f"sampler.age_policy={_one_of(rng, ('drop', 'wait'))}",
-        f"sampler.num_warmup_batches={rng.integers(4)}",
-    ]
+def _limits(rng: np.random.Generator) -> dict[str, object]:
+    found: dict[str, object] = {
+        "max_prompt_age": int(rng.integers(1, 5)),
+        "age_policy": _one_of(rng, ("drop", "wait")),
+        "num_warmup_batches": int(rng.integers(4)),
+    }
     if rng.random() < 0.25:
-        found.append(f"sampler.max_version_span={rng.integers(1, 4)}")
+        found["max_version_span"] = int(rng.integers(1, 4))
     if rng.random() < 0.25:
-        found.append(f"sampler.max_version_lag={rng.integers(3)}")
+        found["max_version_lag"] = int(rng.integers(3))
     return found
 
 

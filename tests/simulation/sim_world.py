@@ -28,6 +28,7 @@ from perdure.core.faults import FaultPlan, FaultPoint
 from perdure.core.ids import SessionId, UpdateId
 from perdure.core.keyed_random import generator
 from perdure.core.records import Evaluated, StepDone
+from perdure.core.rollout_api import RolloutEngine
 from perdure.core.storage_api import Storage
 from perdure.experience import ExperienceState, ExperienceStore, read_experience
 from perdure.publish import Publication
@@ -35,7 +36,8 @@ from perdure.rollout import EnginePool
 from perdure.rollout.members import MemberState
 from perdure.rollout.replacement import Replacements
 from perdure.runtime.dispatcher import Dispatcher
-from perdure.runtime.local import LocalRuntime
+from perdure.runtime.guest import GuestEngine
+from perdure.runtime.local import LocalRuntime, RolloutParts
 from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRunner
 from perdure.runtime.views import Views
@@ -183,7 +185,7 @@ class World:
             storage,
             self.clock,
             plan,
-            self._event,
+            self.on_event,
             redo=life not in self.scenario.rewinds,
             machinery=lambda config, task: _Machinery(self, config, task),
             views=_no_views,
@@ -218,13 +220,23 @@ class World:
         if self.scenario.replaced:
             assert self._owner is not None
             replacements = Replacements(
-                pool, build=self._new_engine, catch_up=publication.catch_up, events=self._event
+                pool,
+                build=self._new_engine,
+                catch_up=publication.catch_up,
+                names=frozenset(engines),
+                events=self.on_event,
             )
             self._helpers.append(self._owner.create_task(replacements.run()))
 
-    def device(self) -> Device:
-        """The learner's device."""
+    def device(self) -> Device | None:
+        """The learner's device; None: its work takes no time."""
+        if self.config.mode == "sync":
+            return None
         return Device(lambda: float(self.rng.uniform(0.5, 3.0)))
+
+    def agent(self, pool: EnginePool) -> RolloutEngine:
+        """What sessions are run on."""
+        return pool
 
     def engine(self) -> FakeEngine:
         """A new engine."""
@@ -245,7 +257,8 @@ class World:
         self._engines[name] = self.engine()
         return self._engines[name]
 
-    def _event(self, name: str, fields: dict[str, object]) -> None:
+    def on_event(self, name: str, fields: dict[str, object]) -> None:
+        """The run says something."""
         self.events.append((name, fields))
         if name == "rewound":
             # What was trained or finished beyond the checkpoint is void from here on.
@@ -312,23 +325,29 @@ class _Machinery:
         del task
         self.learner = FakeLearner()
         self._world = world
-        count = world.scenario.engines if config.mode == "separate_async" else 1
+        self._separate = config.mode == "separate_async"
+        scenario = world.scenario
+        count = scenario.engines if self._separate else scenario.shared_engines
         self._engines = {f"engine-{i}": world.engine() for i in range(count)}
-        if count > 1:
-            self._engines["engine-0"].traits.wrong_digests = world.scenario.wrong_digests
+        if self._separate and count > 1:
+            self._engines["engine-0"].traits.wrong_digests = scenario.wrong_digests
         self._pool = EnginePool(self._engines)
 
     def runtime(self, parts: RuntimeParts) -> LocalRuntime:
-        config = self._world.config
-        sessions = SessionRunner(self._pool, parts=parts, rules=session_rules(config, parts.task))
-        publication = Publication(self._pool, CopyTransport(), incarnation=parts.store.incarnation)
-        self._world.start(parts.store, self._pool, engines=self._engines, publication=publication)
+        world, pool = self._world, self._pool
+        rules = session_rules(world.config, parts.task)
+        sessions = SessionRunner(world.agent(pool), parts=parts, rules=rules)
+        publication = Publication(pool, CopyTransport(), incarnation=parts.store.incarnation)
+        world.start(parts.store, pool, engines=self._engines, publication=publication)
+        guest = None
+        if self._separate:
+            slots = next(iter(self._engines.values())).capabilities.slots
+            guest = GuestEngine(pool, publication, build=world.engine, slots=slots)
+        dispatcher = Dispatcher(sessions, max_sessions=lambda: 2 * pool.capabilities.slots)
         return LocalRuntime(
-            pool=self._pool,
-            publication=publication,
-            dispatcher=Dispatcher(sessions, max_sessions=24),
+            RolloutParts(pool, publication, dispatcher, guest=guest),
             learner=self.learner,
-            learner_thread=None if config.mode == "sync" else self._world.device(),
+            learner_thread=world.device(),
             events=parts.events,
         )
 

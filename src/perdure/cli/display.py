@@ -32,6 +32,10 @@ _SHOWN = frozenset(
         "redo_finished",
         "warm_start",
         "step",
+        "engine_lost",
+        "engine_replaced",
+        "engine_not_replaced",
+        "engine_quarantined",
         "evaluated",
         "warning",
     }

@@ -116,6 +116,14 @@ _SENTENCES: Mapping[str, Callable[[Fields], str | None]] = MappingProxyType(
             f"warm start step {f['step']:>5}  loss {_float(f['loss']):.3f}"
             f"  {_float(f['seconds']):.1f} s"
         ),
+        "engine_lost": lambda f: f"{f['engine']} is lost: {f['reason']}",
+        "engine_replaced": lambda f: (
+            f"{f['engine']} is replaced after {_float(f['seconds']):.1f} s"
+        ),
+        "engine_not_replaced": lambda f: f"{f['engine']} is not replaced: {f['reason']}",
+        "engine_quarantined": lambda f: (
+            f"{f['engine']} gets no traffic until it has the new weights: {f['reason']}"
+        ),
         "warning": lambda f: f"warning: {f['message']}",
     }
 )

@@ -41,6 +41,8 @@ FIELDS = MappingProxyType(
         "engine_lost": ("engine", "reason"),
         "engine_replaced": ("engine", "seconds"),
         "engine_not_replaced": ("engine", "reason"),
+        "spillover": ("global_step", "lend", "reason"),
+        "learner_returned": ("global_step", "seconds", "switch_s"),
         "evaluated": ("global_step", "accuracy", "seconds"),
         "warning": ("message",),
     }

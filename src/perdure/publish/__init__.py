@@ -1,5 +1,6 @@
 """Weight publication: live weights from the learner to the rollout engines."""
 
+from perdure.publish.directory import weights_directory
 from perdure.publish.publication import Acknowledgements, Publication, PublicationOptions
 from perdure.publish.transports import FileTransport, InProcessTransport, WeightTransport
 
@@ -10,4 +11,5 @@ __all__ = [
     "Publication",
     "PublicationOptions",
     "WeightTransport",
+    "weights_directory",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from perdure.core.errors import EngineLostError
 from perdure.core.events import EventSink, ignore_events
@@ -22,6 +22,7 @@ class Replacements:
         build: Starts an engine for a name; raises ``EngineLostError`` if that fails.
         catch_up: Brings the current weights to the new member; returns whether it serves. Before
             the first publication it does not, and gets its weights with that.
+        names: Engines that are replaced; None: all.
         options: Budget and back-off.
     """
 
@@ -31,12 +32,14 @@ class Replacements:
         *,
         build: Callable[[str], Awaitable[RolloutEngine]],
         catch_up: Callable[[str], Awaitable[bool]],
+        names: Collection[str] | None = None,
         options: ReplacementOptions | None = None,
         events: EventSink = ignore_events,
     ) -> None:
         self._pool = pool
         self._build = build
         self._catch_up = catch_up
+        self._names = names
         self._options = options or ReplacementOptions()
         self._events = events
         self._spent: dict[str, deque[float]] = {}
@@ -54,7 +57,8 @@ class Replacements:
                 name = await self._pool.next_loss()
                 reason = {each.name: each.reason for each in self._pool.describe()}.get(name, "")
                 self._events("engine_lost", {"engine": name, "reason": reason})
-                tasks.create_task(self._replace(name, reason))
+                if self._names is None or name in self._names:
+                    tasks.create_task(self._replace(name, reason))
 
     async def _replace(self, name: str, reason: str) -> None:
         began_s = asyncio.get_running_loop().time()

@@ -34,11 +34,34 @@ class RunningSession:
     doing: str
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutLoad:
+    """What the rollout pool has to do, for whoever thinks of helping it.
+
+    Attributes:
+        settled: Groups settled since the start.
+        queued: Sessions in progress beyond the engines' slots.
+        scaling: Slots with the learner's devices over slots without them; 1: it has no engine.
+    """
+
+    settled: int
+    queued: int
+    scaling: float
+
+
 class Runtime(Protocol):
     """Rollout pool and learner group behind one face; ``local`` and cluster runtimes implement it.
 
     Every call of one runtime comes from one event loop.
     """
+
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Start the engines, and replace those that get lost, while the body runs.
+
+        Raises:
+            EngineLostError: They cannot be started or replaced; the body is cancelled.
+        """
+        ...
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         """Run all missing sessions and settle the groups in the experience log."""
@@ -74,6 +97,21 @@ class Runtime(Protocol):
 
     def engines(self) -> tuple[MemberReport, ...]:
         """Every engine as it is now, lost ones included until they are replaced."""
+        ...
+
+    def rollout_load(self) -> RolloutLoad:
+        """What the pool has to do at the moment."""
+        ...
+
+    async def lend_learner(self) -> bool:
+        """Have the learner's devices generate as well; False: they cannot.
+
+        Between updates only; ends with :meth:`reclaim_learner`.
+        """
+        ...
+
+    async def reclaim_learner(self) -> None:
+        """Give the devices back to the learner; what they generated goes on elsewhere."""
         ...
 
     async def interrupt_rollout(self) -> None:

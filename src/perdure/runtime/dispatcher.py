@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 
 from perdure.core.ids import GroupId
@@ -17,12 +17,12 @@ _OPEN = (GroupState.PENDING, GroupState.RUNNING)
 
 
 class Dispatcher:
-    """Hands open groups to a session runner, oldest first, at most ``max_sessions`` at once.
+    """Hands open groups to a session runner, oldest first, at most ``max_sessions()`` at once.
 
     A group is started as a whole, so that a few more may run. Belongs to one event loop.
     """
 
-    def __init__(self, sessions: SessionRunner, *, max_sessions: int) -> None:
+    def __init__(self, sessions: SessionRunner, *, max_sessions: Callable[[], int]) -> None:
         self.sessions = sessions
         self._store = sessions.store
         self._max_sessions = max_sessions
@@ -34,6 +34,16 @@ class Dispatcher:
         self._news = asyncio.Event()
         self._settled = 0
         sessions.log.on_settled = self._count
+
+    @property
+    def settled(self) -> int:
+        """Groups settled since the start."""
+        return self._settled
+
+    @property
+    def running_sessions(self) -> int:
+        """Sessions of the groups that were started and have not ended."""
+        return self._running_sessions
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -58,7 +68,7 @@ class Dispatcher:
             self.sessions.log.flush()
 
     def notify(self) -> None:
-        """There are new groups."""
+        """There are new groups, or there is more room for them."""
         self._work.set()
 
     async def wait_for_settled(self, *, beyond: int, timeout_s: float) -> int:
@@ -79,7 +89,7 @@ class Dispatcher:
         async with asyncio.TaskGroup() as groups:
             while True:
                 self._look()
-                while self._waiting and self._running_sessions < self._max_sessions:
+                while self._waiting and self._running_sessions < self._max_sessions():
                     group = heapq.heappop(self._waiting)
                     groups.create_task(self._run(group))
                 await self._work.wait()

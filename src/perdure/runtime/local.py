@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 from perdure.core.events import EventSink
@@ -18,20 +19,39 @@ from perdure.publish import Publication
 from perdure.rollout import EnginePool
 from perdure.rollout.members import MemberReport
 from perdure.runtime.answers import one_error
-from perdure.runtime.api import RunningSession
+from perdure.runtime.api import RolloutLoad, RunningSession
 from perdure.runtime.dispatcher import Dispatcher
+from perdure.runtime.fleet import EngineFleet
+from perdure.runtime.guest import GuestEngine
 from perdure.tasks.api import Prompt
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """What generates.
+
+    Attributes:
+        pool: The engines.
+        publication: Brings weights to them; closed with the runtime's engines.
+        dispatcher: Runs groups in the background, on the pool.
+        fleet: The engines that are not in this process; None: all are.
+        guest: The engine on the learner's devices; None: there is none beside those of the pool.
+    """
+
+    pool: EnginePool
+    publication: Publication
+    dispatcher: Dispatcher
+    fleet: EngineFleet | None = None
+    guest: GuestEngine | None = None
 
 
 class LocalRuntime:
     """A pool of engines and a learner on one machine.
 
     Args:
-        pool: The engines.
-        publication: Brings weights to them.
-        dispatcher: Runs groups in the background, on the pool.
+        rollout: The engines, and what is about them.
         learner: Trains the policy.
         learner_thread: Where the learner works, so that sessions go on meanwhile; None: in the
             event loop's thread, which then stands still.
@@ -39,22 +59,34 @@ class LocalRuntime:
 
     def __init__(
         self,
+        rollout: RolloutParts,
         *,
-        pool: EnginePool,
-        publication: Publication,
-        dispatcher: Dispatcher,
         learner: Learner,
         learner_thread: Executor | None,
         events: EventSink,
     ) -> None:
-        self._pool = pool
-        self._publication = publication
-        self._events = events
+        self._pool = rollout.pool
+        self._publication = rollout.publication
+        self._dispatcher = rollout.dispatcher
+        self._sessions = rollout.dispatcher.sessions
+        self._fleet = rollout.fleet
+        self._guest = rollout.guest
         self._learner = learner
-        self._dispatcher = dispatcher
-        self._sessions = dispatcher.sessions
         self._learner_thread = learner_thread
+        self._events = events
         self._asleep = False
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        with one_error():
+            try:
+                if self._fleet is None:
+                    yield
+                else:
+                    async with self._fleet.running():
+                        yield
+            finally:
+                await self._publication.close()
 
     async def run_groups(self, groups: Sequence[OpenGroup]) -> None:
         with one_error():
@@ -82,6 +114,25 @@ class LocalRuntime:
     def engines(self) -> tuple[MemberReport, ...]:
         return self._pool.describe()
 
+    def rollout_load(self) -> RolloutLoad:
+        slots = self._pool.capabilities.slots
+        extra = 0 if self._guest is None else self._guest.slots
+        return RolloutLoad(
+            settled=self._dispatcher.settled,
+            queued=max(self._dispatcher.running_sessions - slots, 0),
+            scaling=(slots + extra) / slots if slots else 1.0,
+        )
+
+    async def lend_learner(self) -> bool:
+        if self._guest is None or not await self._guest.join():
+            return False
+        self._dispatcher.notify()
+        return True
+
+    async def reclaim_learner(self) -> None:
+        if self._guest is not None:
+            await self._guest.leave()
+
     async def interrupt_rollout(self) -> None:
         await self._pool.interrupt()
 
@@ -101,6 +152,8 @@ class LocalRuntime:
             self._asleep = False
 
     async def publish(self, version: PolicyVersion, *, announce: Callable[[], None]) -> str:
+        if self._fleet is not None:
+            await self._fleet.ready()
         digest = self._learner.policy_digest()
         weights = self._learner.policy_weights()
         done = await self._publication.publish(

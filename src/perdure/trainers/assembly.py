@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,21 +13,26 @@ from perdure.checkpoint import Registry
 from perdure.checkpoint.registry import Kind
 from perdure.checkpoint.torch_components import RngComponent
 from perdure.core.errors import ConfigError
+from perdure.core.ids import IncarnationNumber
 from perdure.core.rollout_api import SamplingParams
 from perdure.learner.api import Learner
 from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.learner.witness import Truncation
-from perdure.models import ModelConfig, Transformer, init_weights
-from perdure.publish import InProcessTransport, Publication
-from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool
+from perdure.models import ModelConfig, Transformer, init_weights, parameter_count
+from perdure.publish import FileTransport, InProcessTransport, Publication, weights_directory
+from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool, PoolOptions
 from perdure.runtime.api import Runtime
 from perdure.runtime.dispatcher import Dispatcher
-from perdure.runtime.local import LocalRuntime
+from perdure.runtime.local import LocalRuntime, RolloutParts
 from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.tasks.api import Task
 from perdure.trainers.config import RunConfig
+from perdure.trainers.engine_processes import EngineProcesses
 from perdure.trainers.progress import Progress
+
+WEIGHT_BYTES = 4
+"""A weight of a model."""
 
 _NO_MEMORY = re.compile(r"memory|overflow", re.IGNORECASE)
 
@@ -62,35 +67,51 @@ MachineryFactory = Callable[[RunConfig, Task], Machinery]
 
 @dataclass(frozen=True, slots=True)
 class LocalMachinery:
-    """Learner and engine on this machine.
+    """Learner and engines on this machine.
 
     Attributes:
+        processes: How engines in processes of their own are made; None: there is one, in this one.
         learner_thread: Where the learner of an asynchronous mode works.
+        resources: Closed after everything else.
     """
 
     learner: LocalLearner
-    engine: EmbeddedEngine
     pool: EnginePool
     rules: SessionRules
+    processes: EngineProcesses | None
     learner_thread: ThreadPoolExecutor | None
+    resources: ExitStack
 
     def runtime(self, parts: RuntimeParts) -> LocalRuntime:
         sessions = SessionRunner(self.pool, parts=parts, rules=self.rules)
+        publication = self._publication(parts.store.incarnation)
+        fleet = guest = None
+        if self.processes is not None:
+            fleet = self.processes.fleet(self.pool, publication, parts.events)
+            guest = self.processes.guest(self.pool, publication)
+        dispatcher = Dispatcher(sessions, max_sessions=lambda: 2 * self.pool.capabilities.slots)
         return LocalRuntime(
-            pool=self.pool,
-            publication=Publication(
-                self.pool, InProcessTransport(), incarnation=parts.store.incarnation
-            ),
-            dispatcher=Dispatcher(sessions, max_sessions=2 * self.pool.capabilities.slots),
+            RolloutParts(self.pool, publication, dispatcher, fleet, guest),
             learner=self.learner,
             learner_thread=self.learner_thread,
             events=parts.events,
         )
 
+    def _publication(self, incarnation: IncarnationNumber) -> Publication:
+        if self.processes is None:
+            return Publication(self.pool, InProcessTransport(), incarnation=incarnation)
+        return Publication(
+            self.pool,
+            FileTransport(self.processes.weights_dir),
+            incarnation=incarnation,
+            options=self.processes.publication_options,
+        )
+
     async def close(self) -> None:
-        await self.pool.close()
-        if self.learner_thread is not None:
-            self.learner_thread.shutdown()
+        with self.resources:
+            await self.pool.close()
+            if self.learner_thread is not None:
+                self.learner_thread.shutdown()
 
 
 def build_machinery(config: RunConfig, task: Task) -> LocalMachinery:
@@ -133,11 +154,17 @@ def _build(config: RunConfig, task: Task) -> LocalMachinery:
         deterministic=config.deterministic,
     )
     learner = LocalLearner(model, config=config.learner, setup=setup)
-    engine = EmbeddedEngine(shape, engine_options(config, task))
+    options, rollout = engine_options(config, task), config.rollout
+    resources, processes = ExitStack(), None
+    pool = EnginePool(options=PoolOptions(silence_timeout_s=rollout.process.token_timeout_s))
+    if config.mode == "separate_async":
+        held = parameter_count(shape) * WEIGHT_BYTES
+        weights_dir = resources.enter_context(weights_directory(held))
+        processes = EngineProcesses(shape, options, rollout, config.threads, weights_dir)
+    else:
+        pool.add("embedded", EmbeddedEngine(shape, options))
     thread = None if config.mode == "sync" else ThreadPoolExecutor(1, thread_name_prefix="learner")
-    return LocalMachinery(
-        learner, engine, EnginePool({"embedded": engine}), session_rules(config, task), thread
-    )
+    return LocalMachinery(learner, pool, session_rules(config, task), processes, thread, resources)
 
 
 def model_shape(config: RunConfig, task: Task) -> ModelConfig:

@@ -68,8 +68,47 @@ class ModelShape(Section):
             )
 
 
+class EngineProcessConfig(Section):
+    """The engine processes of ``separate_async``: when one counts as lost, and how often it is
+    replaced.
+    """
+
+    start_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Longest time until a process answers for the first time."""
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    """Seconds between two signs of life. The end of a process is noticed at once."""
+    silence_timeout_s: Annotated[float, Field(gt=0)] = 8.0
+    """A process without a sign of life for so long (and a tenth more) is killed. Loading weights
+    may not take longer."""
+    token_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """An engine that owes tokens and gives none for so long (and a tenth more) is killed."""
+    acknowledge_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """An engine that has not acknowledged new weights by then gets no traffic until it has."""
+    max_replacements: Annotated[int, Field(ge=0)] = 5
+    """How often one engine is replaced within an hour; then it stays lost."""
+
+    def problems(self) -> Iterable[Problem]:
+        if self.silence_timeout_s < 2 * self.heartbeat_s:
+            yield Problem(
+                "silence_timeout_s",
+                f"{self.silence_timeout_s:g}",
+                f"must be at least twice heartbeat_s ({self.heartbeat_s:g}), or healthy engines"
+                " are killed",
+                f"set silence_timeout_s={2 * self.heartbeat_s:g} or more",
+                reads=("heartbeat_s",),
+            )
+
+
 class RolloutConfig(Section):
     """How answers are generated."""
+
+    engines: Annotated[int, Field(ge=0, le=1024), OPERATIONAL] = 1
+    """Engine processes of ``separate_async``; the other modes have one engine, in the learner's
+    process."""
+    spillover: Annotated[bool, OPERATIONAL] = False
+    """In ``separate_async``, let a waiting learner generate when that shortens the wait by more
+    than it costs."""
+    process: Annotated[EngineProcessConfig, OPERATIONAL] = EngineProcessConfig()
 
     sessions_per_group: Annotated[int, Field(ge=1)] = 8
     """Sessions (answers) per prompt."""
@@ -82,7 +121,7 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Draw from the smallest set of tokens whose probability reaches p; 1 draws from all."""
     slots: Annotated[int, Field(ge=1)] = 128
-    """Requests the embedded engine decodes at once."""
+    """Requests that one engine decodes at once."""
     session_retries: Annotated[int, Field(ge=0), OPERATIONAL] = 2
     """How often a session is tried again whose engine, tool or connection failed."""
     partial_tokens: Annotated[int | None, Field(ge=1), OPERATIONAL] = 128
@@ -196,7 +235,8 @@ class RunConfig(Section):
     """Trainer mode: generate a batch, then train it; or generate ahead on the same devices; or on
     devices of their own."""
     runtime: Literal["local"] = "local"
-    """What it runs on: one process on this machine."""
+    """What it runs on: this machine, in one process (``separate_async``: with processes for the
+    engines)."""
     deterministic: bool = False
     """Bit-identical results and redo; refuses to go on when a redone step differs."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -243,6 +283,7 @@ class RunConfig(Section):
                 "set rollout.sessions_per_group=8 or learner.algorithm=ppo",
                 reads=("learner.algorithm",),
             )
+        yield from self._mode_problems()
         if self.learner.old_logprobs == "rollout" and self.rollout.is_truncated:
             yield Problem(
                 "learner.old_logprobs",
@@ -251,6 +292,39 @@ class RunConfig(Section):
                 " distribution, which is not the policy that is trained",
                 "set learner.old_logprobs=recompute, or rollout.top_k=0 and rollout.top_p=1",
                 reads=("rollout.top_k", "rollout.top_p"),
+            )
+
+    def _mode_problems(self) -> Iterable[Problem]:
+        """What the trainer mode makes impossible."""
+        rollout, sampler = self.rollout, self.sampler
+        if self.mode == "separate_async" and rollout.engines == 0:
+            yield Problem(
+                "rollout.engines",
+                "0",
+                "separate_async generates on engines of their own",
+                "set rollout.engines=1 or more, or mode=colocate_async",
+                reads=("mode",),
+            )
+        if self.mode != "separate_async" and rollout.spillover:
+            yield Problem(
+                "rollout.spillover",
+                "true",
+                f"the learner's devices generate anyway in {self.mode}",
+                "set rollout.spillover=false or mode=separate_async",
+                reads=("mode",),
+            )
+        ahead = sampler.num_warmup_batches
+        if self.mode == "sync" or sampler.age_policy == "wait":
+            return
+        if sampler.max_prompt_age <= ahead:
+            yield Problem(
+                "sampler.max_prompt_age",
+                str(sampler.max_prompt_age),
+                f"prompts that are submitted num_warmup_batches ({ahead}) ahead are trained when"
+                f" they are {ahead + 1} steps old, so all of them would be dropped",
+                f"set sampler.max_prompt_age={ahead + 1} or more, sampler.num_warmup_batches="
+                f"{sampler.max_prompt_age - 1} or fewer, or sampler.age_policy=wait",
+                reads=("mode", "sampler.num_warmup_batches", "sampler.age_policy"),
             )
 
 

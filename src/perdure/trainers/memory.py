@@ -12,7 +12,7 @@ from perdure.core.errors import ConfigError
 from perdure.core.events import EventSink
 from perdure.models import parameter_count
 from perdure.tasks.api import Task
-from perdure.trainers.assembly import model_shape
+from perdure.trainers.assembly import WEIGHT_BYTES, model_shape
 from perdure.trainers.config import RunConfig
 
 SESSION_BYTES = 4096
@@ -30,9 +30,6 @@ LIMIT_FILES = (
 )
 """Where a container says how much memory it may use."""
 AVAILABLE_FILE = Path("/proc/meminfo")
-
-WEIGHT_BYTES = 4
-"""A weight of a model."""
 
 _GIB = 2**30
 

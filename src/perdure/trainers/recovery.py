@@ -136,6 +136,7 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
         stack.push_async_callback(machinery.close)
         ctx = _open(launch, claimed, machinery=machinery, views=views, stack=stack, remote=remote)
         _announce_start(ctx, launch)
+        await stack.enter_async_context(ctx.runtime.serving())
         try:
             with telling(ctx, opened.live):
                 await _advance(ctx)
