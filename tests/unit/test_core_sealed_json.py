@@ -33,9 +33,9 @@ def _decode(data: bytes) -> dict[str, Any]:
     return sealed_json.decode(data, where="run.json", newest_format=1)
 
 
-@given(value=_OBJECTS)
-def test_an_object_reads_back(value: dict[str, Any]) -> None:
-    assert _decode(sealed_json.encode(value)) == value
+@given(value=_OBJECTS, indented=st.booleans())
+def test_an_object_reads_back(value: dict[str, Any], indented: bool) -> None:
+    assert _decode(sealed_json.encode(value, indented=indented)) == value
 
 
 @given(value=_OBJECTS)

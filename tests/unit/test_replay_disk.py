@@ -10,13 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from replay_cases import COLUMNS, ReplayRun, rows, small_ring, values_of
 
 from perdure.checkpoint import ReplayArrays, ReplayRing, RingOptions
 from perdure.checkpoint.segments.format import BLOCK_BYTES, encode_index, pieces
 from perdure.checkpoint.segments.memory import SegmentMemory
-from perdure.core.errors import StorageError
-from perdure.storage import MemoryStorage, PosixStorage, bulk
+from perdure.checkpoint.segments.writing import SegmentFiles
+from perdure.core.errors import DamagedError, StorageError
+from perdure.core.storage_api import Storage
+from perdure.storage import (
+    FaultyStorage,
+    MemoryStorage,
+    PosixStorage,
+    StorageFault,
+    StorageFaultKind,
+    bulk,
+)
 
 WIDE: dict[str, Any] = {"obs": ("u1", (7,)), "none": ("f4", (0,)), "at": ("i8", ())}
 ROW_BYTES = 15
@@ -185,3 +195,44 @@ def test_segments_that_cannot_be_deleted_do_not_fail_the_save_after_which_they_g
     assert "could not be collected" in run.events[-1][1]["message"]
     assert [record.step for record in run.ledger.committed()] == [2, 3]
     run.engine.close()
+
+
+@pytest.mark.parametrize("name", ["disk", "memory"])
+def test_what_reads_back_wrong_is_noticed_wherever_it_is(tmp_path: Path, name: str) -> None:
+    """Index, blocks, the zeros between columns, the size: on a disk and anywhere else."""
+    storage: Storage = PosixStorage(tmp_path) if name == "disk" else MemoryStorage()
+    storage.make_dirs("segments")
+    count = bulk.CHUNK_BYTES // 7 + 100
+    obs = np.random.default_rng(0).integers(0, 256, (count, 7), np.uint8)
+    files, arrays = SegmentFiles(storage), {"obs": obs, "done": np.ones(count, np.bool_)}
+    index = encode_index("replay", 0, count, arrays)
+    files.write("segments/one", index, arrays, None)
+    whole = storage.read("segments/one")
+    assert files.read_back("segments/one", index) == xxhash.xxh3_128_hexdigest(whole)
+    behind = len(index) + arrays["obs"].nbytes
+    assert behind % bulk.ALIGNMENT
+    flipped = [0, len(index) - 1, len(index), bulk.CHUNK_BYTES, behind - 1, behind, len(whole) - 1]
+    damaged = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in flipped]
+    for number, content in enumerate([*damaged, whole[:-1], whole + b"\0"]):
+        path = f"segments/damaged-{number}"
+        file = storage.create_append(path)
+        file.append([content])
+        file.sync()
+        file.close()
+        with pytest.raises(DamagedError, match="reads back wrong"):
+            files.read_back(path, index)
+
+
+def test_a_segment_that_reads_back_wrong_gets_no_name() -> None:
+    plan = [StorageFault(StorageFaultKind.FLIP_WRITE, 2, ".part")]
+    storage = FaultyStorage(MemoryStorage(), plan=plan)
+    run = ReplayRun(storage, small_ring(8))
+    run.replay.append(rows(0, 8))
+    run.save(1)
+    assert isinstance(run.engine.last_error, DamagedError)
+    assert "reads back wrong" in str(run.engine.last_error)
+    assert storage.fired[StorageFaultKind.FLIP_WRITE] == 1
+    assert not [name for name in run.files() if name.endswith(".seg")]
+    assert not run.ledger.committed()
+    run.save_well(2)
+    assert all(name.endswith(".seg") for name in run.files())

@@ -241,16 +241,5 @@ def test_parts_become_one_file(tmp_path: Path, sizes: list[int]) -> None:
     whole = b"".join(parts)
     path = str(tmp_path / "image")
     views = [memoryview(part) for part in parts]
-    buffers = [bulk.chunk_buffer() for _ in range(2)]
-    sums = bulk.write_image(path, views, len(whole), buffers=buffers, chunk_sums=False)
+    bulk.write_parts(path, views, len(whole), buffer=bulk.chunk_buffer())
     assert Path(path).read_bytes() == whole
-    assert sums == bulk.ImageSums(xxhash.xxh3_128_hexdigest(whole), ())
-
-
-def test_a_file_can_be_checked_as_one_chunk(tmp_path: Path, shared: Shared) -> None:
-    path, size = tmp_path / "image", 2 * bulk.CHUNK_BYTES + 5
-    with memoryview(shared.map) as memory:
-        sums = bulk.write_image(str(path), memory, size)
-    room = bulk.chunk_buffer()
-    for checksum, bad in ((sums.checksum, []), ("0" * 32, [0])):
-        assert bulk.check_image(str(path), size, [checksum], chunk_bytes=size, buffer=room) == bad

@@ -203,7 +203,8 @@ class Manifest:
                 "files": {path: entry.encode() for path, entry in self.files.items()},
                 **({"segments": segments} if segments else {}),
                 **({"ranks": self.ranks} if self.ranks > 1 else {}),
-            }
+            },
+            indented=not segments,
         )
 
 

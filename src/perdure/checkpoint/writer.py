@@ -55,7 +55,8 @@ def write_files(
         root, [*(image.path for image in snapshot.layout.images), *snapshot.small_files]
     )
     for folder in folders:
-        storage.make_dirs(folder)
+        if not any(other.startswith(f"{folder}/") for other in folders):
+            storage.make_dirs(folder)
     files = _write_files(storage, snapshot, faults, images=images)
     for folder in folders:
         storage.sync_dir(folder)

@@ -15,13 +15,23 @@ import xxhash
 from perdure.core.errors import DamagedError, FutureFormatError
 
 
-def encode(value: dict[str, Any]) -> bytes:
-    """Serialize with a digest, indented for people; ``value`` must have an integer ``format``."""
+def encode(value: dict[str, Any], *, indented: bool = True) -> bytes:
+    """Serialize with a digest.
+
+    Args:
+        value: Has an integer ``format``.
+        indented: For people; otherwise a field a line, which takes a third of the time.
+    """
     assert isinstance(value.get("format"), int)
     # As a reader will see it: JSON turns every key into text, which changes how keys sort.
     plain = cast("dict[str, Any]", json.loads(json.dumps(value)))
     sealed = {**plain, "digest": _digest(plain)}
-    return (json.dumps(sealed, indent=1, sort_keys=True) + "\n").encode()
+    if indented:
+        return (json.dumps(sealed, indent=1, sort_keys=True) + "\n").encode()
+    fields = (
+        f" {json.dumps(key)}: {json.dumps(sealed[key], sort_keys=True)}" for key in sorted(sealed)
+    )
+    return ("{\n" + ",\n".join(fields) + "\n}\n").encode()
 
 
 def decode(

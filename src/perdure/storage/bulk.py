@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 if __name__ == "__main__":
@@ -54,11 +54,10 @@ def no_progress() -> None:
 
 def write_image(
     path: str,
-    data: memoryview | list[memoryview],
+    data: memoryview,
     size: int,
     *,
     buffers: Sequence[memoryview] = (),
-    chunk_sums: bool = True,
     progress: Callable[[], None] = no_progress,
 ) -> ImageSums:
     """Create a file; its content is durable on return, its name is not.
@@ -66,40 +65,70 @@ def write_image(
     Args:
         path: A file that does not exist.
         data: The bytes. For O_DIRECT they are page-aligned and reach up to the next multiple of
-            :data:`ALIGNMENT` behind ``size``; otherwise they go through the page cache. In several
-            parts, one behind the other, they need ``buffers`` and neither.
+            :data:`ALIGNMENT` behind ``size``; otherwise they go through the page cache. With
+            ``buffers`` they need neither.
         size: Bytes of the file.
         buffers: Two or more of :func:`chunk_buffer`: pieces go through them. Copying costs less
             than what a disk needs longer for memory in small pages.
-        chunk_sums: Whether the chunks get checksums too.
         progress: Called after every chunk.
 
     Raises:
         OSError: The file system refused; a part of the file may be there.
     """
-    source = _Source(data if isinstance(data, list) else [data], size, bool(buffers))
-    feed = _Feed(source, buffers, chunk_sums=chunk_sums)
+    source = _Source([data], size, bool(buffers))
+    feed = _Feed(source, buffers)
+    try:
+        _create(path, source, iter(feed), progress)
+    finally:
+        feed.close()
+    return feed.sums()
+
+
+def write_parts(
+    path: str, parts: Sequence[memoryview], size: int, *, buffer: memoryview | None
+) -> None:
+    """As :func:`write_image`, without checksums and without a thread.
+
+    Args:
+        path: A file that does not exist.
+        parts: The bytes, one part behind the other. Without a buffer there is only one.
+        size: Bytes of the file.
+        buffer: One of :func:`chunk_buffer`, which they go through.
+
+    Raises:
+        OSError: The file system refused; a part of the file may be there.
+    """
+    source = _Source(parts, size, buffer is not None)
+    pieces = ((start, source.piece(start, end, buffer)) for start, end in source.ends())
+    _create(path, source, pieces, no_progress)
+
+
+def _create(
+    path: str,
+    source: _Source,
+    pieces: Iterable[tuple[int, memoryview]],
+    progress: Callable[[], None],
+) -> None:
+    """Write a new file, piece by piece; its content is durable on return."""
+    size = source.size
     descriptor = direct = -1
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         direct = _open_direct(path) if source.whole_blocks and size else -1
         _allocate(descriptor, aligned(size))
-        for start, blocks in feed:
+        for start, blocks in pieces:
             if direct >= 0 and not _write_direct(direct, blocks, start):
                 os.close(direct)
                 direct = -1
             if direct < 0:
                 _write(descriptor, blocks[: size - start], start)
             progress()
-        feed.require_whole()
         os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
-        feed.close()
         for opened in (descriptor, direct):
             if opened >= 0:
                 os.close(opened)
-    return feed.sums()
 
 
 class _Source:
@@ -107,7 +136,7 @@ class _Source:
 
     def __init__(self, parts: Sequence[memoryview], size: int, copied: bool) -> None:
         assert copied or len(parts) == 1
-        self.parts = parts
+        self._parts = parts
         self.size = size
         self.whole_blocks = copied or parts[0].nbytes >= aligned(size)
         self._end = aligned(size) if self.whole_blocks else size
@@ -118,22 +147,29 @@ class _Source:
         for start in range(0, self.size, CHUNK_BYTES):
             yield start, min(start + CHUNK_BYTES, self._end)
 
-    def copy(self, out: memoryview) -> None:
+    def piece(self, start: int, end: int, buffer: memoryview | None) -> memoryview:
+        """The next chunk, copied if there is a buffer."""
+        if buffer is None:
+            return self._parts[0][start:end]
+        self._copy(buffer[: end - start])
+        return buffer[: end - start]
+
+    def _copy(self, out: memoryview) -> None:
         """The next chunk, as far as there is one."""
         filled = 0
-        while filled < out.nbytes and self._part < len(self.parts):
-            piece = self.parts[self._part][self._inside :][: out.nbytes - filled]
+        while filled < out.nbytes and self._part < len(self._parts):
+            piece = self._parts[self._part][self._inside :][: out.nbytes - filled]
             out[filled : filled + piece.nbytes] = piece
             filled += piece.nbytes
             self._inside += piece.nbytes
-            if self._inside == self.parts[self._part].nbytes:
+            if self._inside == self._parts[self._part].nbytes:
                 self._part, self._inside = self._part + 1, 0
 
 
 class _Feed:
     """Pieces of an image in order. A thread is some of them ahead with the checksums."""
 
-    def __init__(self, source: _Source, buffers: Sequence[memoryview], *, chunk_sums: bool) -> None:
+    def __init__(self, source: _Source, buffers: Sequence[memoryview]) -> None:
         self._source = source
         self._ready: queue.SimpleQueue[tuple[int, memoryview] | None] = queue.SimpleQueue()
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
@@ -143,7 +179,6 @@ class _Feed:
         self._closed = False
         self._failed = ""
         self._whole = xxhash.xxh3_128()
-        self._chunk_sums = chunk_sums
         self._chunks: list[str] = []
         self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
         try:
@@ -152,23 +187,24 @@ class _Feed:
             raise OSError(errno.EAGAIN, str(error)) from error
 
     def __iter__(self) -> Generator[tuple[int, memoryview]]:
-        """``(offset, blocks)``; the blocks are used up when the next ones are asked for."""
+        """``(offset, blocks)``; the blocks are used up when the next ones are asked for.
+
+        Raises:
+            OSError: Something ended the thread before the last piece.
+        """
         for start, blocks in iter(self._ready.get, None):
             yield start, blocks
             if self._copies:
                 # The last one is shorter, and nothing comes behind it.
                 self._free.put(blocks)
+        if self._failed:
+            raise OSError(errno.EIO, f"the checksums ended early ({self._failed})")
 
     def close(self) -> None:
         """End the thread, wherever it is."""
         self._closed = True
         self._free.put(None)
         self._thread.join()
-
-    def require_whole(self) -> None:
-        """Raise ``OSError`` if something ended the thread before the last piece."""
-        if self._failed:
-            raise OSError(errno.EIO, f"the checksums ended early ({self._failed})")
 
     def sums(self) -> ImageSums:
         """Those of all pieces."""
@@ -189,30 +225,20 @@ class _Feed:
                 return
             piece = blocks[: self._source.size - start]
             self._whole.update(piece)
-            if self._chunk_sums:
-                # An object, not the one-shot function, so that other threads may run meanwhile.
-                self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
+            # An object, not the one-shot function, so that other threads may run meanwhile.
+            self._chunks.append(xxhash.xxh3_128(piece).hexdigest())
             self._ready.put((start, blocks))
 
     def _blocks(self, start: int, end: int) -> memoryview | None:
         """The chunk, in a buffer if there are any; None once nobody wants it any more."""
         if not self._copies:
-            return self._source.parts[0][start:end]
+            return self._source.piece(start, end, None)
         buffer = self._free.get()
-        if buffer is None:
-            return None
-        self._source.copy(buffer[: end - start])
-        return buffer[: end - start]
+        return None if buffer is None else self._source.piece(start, end, buffer)
 
 
 def check_image(
-    path: str,
-    size: int,
-    chunks: Sequence[str],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    buffer: memoryview | None = None,
-    progress: Callable[[], None] = no_progress,
+    path: str, size: int, chunks: Sequence[str], *, progress: Callable[[], None] = no_progress
 ) -> list[int]:
     """Indices of the chunks that the disk, not the page cache, has not as they should be.
 
@@ -220,33 +246,53 @@ def check_image(
         path: The file.
         size: Bytes it should have.
         chunks: xxh3-128 of its chunks.
-        chunk_bytes: Bytes of a chunk.
-        buffer: One of :func:`chunk_buffer`, to be read into.
-        progress: Called after every :data:`CHUNK_BYTES`.
+        progress: Called after every chunk.
 
     Raises:
         OSError: It is absent or cannot be read.
     """
+    bad: list[int] = []
+    with open_past_cache(path) as descriptor:
+        room = huge_pages(min(CHUNK_BYTES, aligned(size) or ALIGNMENT))
+        for index, checksum in enumerate(chunks):
+            # An object, not the one-shot function, so that other threads may run meanwhile.
+            piece = read_piece(descriptor, room, index * CHUNK_BYTES, size)
+            if xxhash.xxh3_128(piece).hexdigest() != checksum:
+                bad.append(index)
+            progress()
+    return bad
+
+
+@contextlib.contextmanager
+def open_past_cache(path: str) -> Generator[int]:
+    """A descriptor that reads what the disk has; see :func:`read_piece`."""
     descriptor = _open_direct(path, os.O_RDONLY)
     if descriptor < 0:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    bad: list[int] = []
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        room = (
-            huge_pages(min(CHUNK_BYTES, aligned(size) or ALIGNMENT)) if buffer is None else buffer
-        )
-        for index, checksum in enumerate(chunks):
-            state = xxhash.xxh3_128()
-            end = min((index + 1) * chunk_bytes, size)
-            for start in range(index * chunk_bytes, end, CHUNK_BYTES):
-                state.update(_read_piece(descriptor, room, start, end))
-                progress()
-            if state.hexdigest() != checksum:
-                bad.append(index)
+        yield descriptor
     finally:
         os.close(descriptor)
-    return bad
+
+
+def read_piece(descriptor: int, buffer: memoryview, start: int, end: int) -> memoryview:
+    """What there is of a file from ``start``, one chunk or up to ``end``, read in whole blocks.
+
+    Args:
+        descriptor: Of :func:`open_past_cache`.
+        buffer: One of :func:`chunk_buffer`.
+        start: A multiple of :data:`ALIGNMENT`.
+        end: Where to stop.
+    """
+    wanted = min(CHUNK_BYTES, end - start)
+    filled = 0
+    while filled < wanted:
+        count = os.preadv(descriptor, [buffer[filled : aligned(wanted)]], start + filled)
+        if not count:
+            break
+        filled += count
+    return buffer[: min(filled, wanted)]
 
 
 def aligned(size: int) -> int:
@@ -269,18 +315,6 @@ def _write(descriptor: int, piece: memoryview, offset: int) -> None:
     written = 0
     while written < piece.nbytes:
         written += os.pwrite(descriptor, piece[written:], offset + written)
-
-
-def _read_piece(descriptor: int, buffer: memoryview, start: int, end: int) -> memoryview:
-    """What there is of a file from ``start``, one chunk or up to ``end``, read in whole blocks."""
-    wanted = min(CHUNK_BYTES, end - start)
-    filled = 0
-    while filled < wanted:
-        count = os.preadv(descriptor, [buffer[filled : aligned(wanted)]], start + filled)
-        if not count:
-            break
-        filled += count
-    return buffer[: min(filled, wanted)]
 
 
 def chunk_buffer() -> memoryview:

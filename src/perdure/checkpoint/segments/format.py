@@ -166,16 +166,19 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def block_checksums(data: memoryview) -> list[int]:
+    """Those of a column, or of whole blocks of one."""
+    starts = range(0, data.nbytes, BLOCK_BYTES)
+    return [xxhash.xxh3_64_intdigest(data[start : start + BLOCK_BYTES]) for start in starts]
+
+
 def block_checksum(data: memoryview) -> int:
     """xxh3-64 of a block."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def _checksums(data: Bytes) -> bytes:
-    view = data.data
-    starts = range(0, data.nbytes, BLOCK_BYTES)
-    sums = [block_checksum(view[start : start + BLOCK_BYTES]) for start in starts]
-    return np.array(sums, "<u8").tobytes()
+    return np.array(block_checksums(data.data), "<u8").tobytes()
 
 
 def _place(item: list[Any]) -> ColumnPlace:

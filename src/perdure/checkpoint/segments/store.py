@@ -82,7 +82,8 @@ class SegmentStore:
             folder = f"{SEGMENTS}/{component}"
             present = set(self._storage.list(folder))
             missing = [one for one in segments if not _is_present(one, folder, present)]
-            if missing:
+            if missing and not present:
+                # Whoever has put something into it has made it durable before.
                 self._storage.make_dirs(folder)
             for segment in missing:
                 written.append(self._write(component, segment, incarnation))
@@ -90,7 +91,6 @@ class SegmentStore:
             if missing:
                 self._storage.sync_dir(folder)
         for one in written:
-            self._files.check(one.stored.path, one.stored.bytes, one.stored.checksum)
             self._remember(one.segment, one.stored)
         if written:
             self._faults.reach(FaultPoint.SEGMENTS_DURABLE)
@@ -145,7 +145,8 @@ class SegmentStore:
         unfinished = f"{stem}{UNFINISHED}"
         self._storage.remove(unfinished)
         memory = segment.memory if isinstance(segment, InSegmentMemory) else None
-        checksum = self._files.write(unfinished, index, arrays, memory)
+        self._files.write(unfinished, index, arrays, memory)
+        checksum = self._files.read_back(unfinished, index)
         size = self._storage.size(unfinished)
         path = f"{stem}-{checksum}{SUFFIX}"
         self._storage.rename(unfinished, path)

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 
 import xxhash
 
-from perdure.checkpoint.segments.format import Array, pieces
+from perdure.checkpoint.segments.format import (
+    BLOCK_BYTES,
+    Array,
+    aligned,
+    block_checksums,
+    decode_index,
+    pieces,
+)
 from perdure.checkpoint.segments.memory import SegmentMemory
 from perdure.core.errors import DamagedError
 from perdure.core.storage_api import Storage
 from perdure.storage import PosixStorage, bulk
 from perdure.storage.refusals import refusal
 
-_BUFFERS = 2
+_WINDOW_BYTES = 4 * BLOCK_BYTES
+"""Hashed twice in a row: it fits into the processor's cache, and lets other threads run."""
+
+_Read = Callable[[int, int], memoryview]
+"""Where from, up to where; at most ``bulk.CHUNK_BYTES``, fewer only if the file ends before."""
 
 
 class SegmentFiles:
     """Writes and reads back segments, past the page cache where the storage is a disk of Linux.
 
-    It then holds two buffers of 8 MiB. One thread at a time.
+    It then holds a buffer of 8 MiB. One thread at a time.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -29,11 +40,11 @@ class SegmentFiles:
         self._disk = storage if isinstance(storage, PosixStorage) else None
         if sys.platform != "linux":
             self._disk = None
-        self._buffers: list[memoryview] = []
+        self._buffer: memoryview | None = None
 
     def write(
         self, path: str, index: bytes, arrays: Mapping[str, Array], memory: SegmentMemory | None
-    ) -> str:
+    ) -> None:
         """Create a file; its content is durable on return, its name is not.
 
         Args:
@@ -42,67 +53,112 @@ class SegmentFiles:
             arrays: Its columns.
             memory: Where they may lie as they will in the file: then they are not copied.
 
-        Returns:
-            The checksum of the memory.
-
         Raises:
             StorageError: The storage refused; a part of the file may be there.
         """
         if self._disk is None:
-            return _append(self._storage, path, index, arrays)
+            _append(self._storage, path, index, arrays)
+            return
         parts = list(pieces(index, arrays))
         size = sum(part.nbytes for part in parts)
         image = None if memory is None else memory.image(index, arrays)
-        data, buffers = (parts, self._room()) if image is None else (image.data, [])
         with _refusing("write", path):
             full = str(self._disk.root / path)
-            return bulk.write_image(full, data, size, buffers=buffers, chunk_sums=False).checksum
+            if image is None:
+                bulk.write_parts(full, parts, size, buffer=self._room())
+            else:
+                bulk.write_parts(full, [image.data], size, buffer=None)
 
-    def check(self, path: str, size: int, checksum: str) -> None:
-        """Read a file back.
+    def read_back(self, path: str, index: bytes) -> str:
+        """Compare a file with the index of what was to be written, every byte.
+
+        Returns:
+            xxh3-128 of the file.
 
         Raises:
-            DamagedError: It is not what was written.
+            DamagedError: It is not what was to be written.
             StorageError: The storage refused.
         """
-        if self._storage.size(path) == size:
-            if self._disk is None:
-                data = self._storage.map(path).data
-                if xxhash.xxh3_128_hexdigest(data) == checksum:
-                    return
-            else:
-                room = self._room()[0]
-                with _refusing("read", path):
-                    full = str(self._disk.root / path)
-                    if not bulk.check_image(full, size, [checksum], chunk_bytes=size, buffer=room):
-                        return
-        raise DamagedError(
-            "reads back wrong right after it was written",
-            where=path,
-            rule="a segment is named by a checkpoint only if it reads back as written",
-            way_out="check the disk",
-        )
+        checksum = None
+        if self._storage.size(path) == decode_index(index).file_bytes:
+            with self._reading(path) as read:
+                checksum = _checksum_if_right(read, index)
+        if checksum is None:
+            raise DamagedError(
+                "reads back wrong right after it was written",
+                where=path,
+                rule="a segment is named by a checkpoint only if it reads back as written",
+                way_out="check the disk",
+            )
+        return checksum
 
-    def _room(self) -> list[memoryview]:
-        if not self._buffers:
-            self._buffers = [bulk.chunk_buffer() for _ in range(_BUFFERS)]
-        return self._buffers
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Generator[_Read]:
+        if self._disk is None:
+            data = self._storage.map(path).data
+            yield lambda start, end: data[start : min(end, start + bulk.CHUNK_BYTES)]
+            return
+        room = self._room()
+        with (
+            _refusing("read", path),
+            bulk.open_past_cache(str(self._disk.root / path)) as descriptor,
+        ):
+            yield lambda start, end: bulk.read_piece(descriptor, room, start, end)
+
+    def _room(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = bulk.chunk_buffer()
+        return self._buffer
 
 
-def _append(storage: Storage, path: str, index: bytes, arrays: Mapping[str, Array]) -> str:
+def _append(storage: Storage, path: str, index: bytes, arrays: Mapping[str, Array]) -> None:
     """Through the storage's own methods, for everything that is no disk of Linux."""
-    state = xxhash.xxh3_128()
     file = storage.create_append(path)
     try:
         for part in pieces(index, arrays):
             for start in range(0, part.nbytes, bulk.CHUNK_BYTES):
-                piece = part[start : start + bulk.CHUNK_BYTES]
-                state.update(piece)
-                file.append([piece])
+                file.append([part[start : start + bulk.CHUNK_BYTES]])
         file.sync()
-        return state.hexdigest()
     finally:
         file.close()
+
+
+def _checksum_if_right(read: _Read, index: bytes) -> str | None:
+    """xxh3-128 of a file that has this index, blocks with its checksums, and zeros between."""
+    said = decode_index(index)
+    whole = xxhash.xxh3_128(index)
+    for start in range(0, said.bytes, bulk.CHUNK_BYTES):
+        piece = index[start : start + bulk.CHUNK_BYTES]
+        if bytes(read(start, start + len(piece))) != piece:
+            return None
+    for place in said.columns.values():
+        start = said.bytes + place.offset
+        stop = start + said.rows * place.row_bytes
+        end = min(aligned(stop), said.file_bytes)
+        if _block_sums(read, start, stop, end, whole=whole) != place.blocks.tolist():
+            return None
+    return whole.hexdigest()
+
+
+def _block_sums(
+    read: _Read, start: int, stop: int, end: int, *, whole: xxhash.xxh3_128
+) -> list[int] | None:
+    """Checksums of a column's blocks; None if not all is zero from ``stop`` to ``end``.
+
+    Everything that is read goes into ``whole`` too.
+    """
+    sums: list[int] = []
+    for place in range(start, end, bulk.CHUNK_BYTES):
+        piece = read(place, end)
+        data, zeros = piece[: stop - place], piece[stop - place :]
+        for inside in range(0, data.nbytes, _WINDOW_BYTES):
+            window = data[inside : inside + _WINDOW_BYTES]
+            whole.update(window)
+            sums += block_checksums(window)
+        if any(zeros):
+            return None
+        whole.update(zeros)
+    return sums
 
 
 @contextlib.contextmanager
