@@ -75,6 +75,7 @@ def command(
     when_stopped: dict[str, Any] | None = None,
     ranks: dict[str, Any] | None = None,
     torn_down_after_s: float | None = None,
+    count_calls: str | None = None,
 ) -> dict[str, Any]:
     """A command for ``fork_server.py``."""
     return {
@@ -89,6 +90,7 @@ def command(
         "when_stopped": when_stopped,
         "ranks": ranks,
         "torn_down_after_s": torn_down_after_s,
+        "count_calls": count_calls,
     }
 
 

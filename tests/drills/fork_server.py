@@ -7,9 +7,10 @@ milliseconds instead of an import.
 Command: ``{"action": "train"|"resume"|"loop"|"arrays"|"spread_model", "run": dir, "log": path,
 "recipe": path, "overrides": [...], "plan": [fault rules], "kill_after_s": seconds or null,
 "take_over": bool, "when_stopped": another command or null, "ranks": arguments of a rank or null,
-"torn_down_after_s": seconds or null}``. When a child stops itself (a fault rule with action
-``stop``), the other command is run to its end, and then the child is continued. As a launcher of
-several ranks would, ``torn_down_after_s`` after the first child has ended badly this one is killed.
+"torn_down_after_s": seconds or null, "count_calls": file or null}``. When a child stops itself (a
+fault rule with action ``stop``), the other command is run to its end, and then the child is
+continued. As a launcher of several ranks would, ``torn_down_after_s`` after the first child has
+ended badly this one is killed. With ``count_calls`` sessions call tools (see ``calling_loop``).
 Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``.
 """
 
@@ -26,6 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import calling_loop
 import loop_script
 import rank_scripts
 
@@ -131,6 +133,8 @@ def run_child(command: dict[str, Any]) -> None:
 
 def run_command(command: dict[str, Any], plan: FaultPlan) -> None:
     run = Path(command["run"])
+    if command["count_calls"] is not None:
+        calling_loop.install(command["count_calls"])
     if command["action"] == "train":
         config = load_config(RunConfig, Path(command["recipe"]), command["overrides"])
         launch.train(config, run, injected=Injected(faults=plan))

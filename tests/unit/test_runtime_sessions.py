@@ -69,6 +69,8 @@ def test_without_warning_what_was_logged_counts() -> None:
     lives.live(lives.engine(policy=talks, holds=12), cut_short_after=30)
     lives.store.flush(1)
     lives.lose_power()
+    assert [lives.store.open_group(GroupId(0))] == lives.store.open_groups()
+    assert set(lives.store.open_group(GroupId(0)).begun) == {FIRST, SECOND}
     engine = lives.engine(policy=talks)
     lives.live(engine)
     assert {len(request.prefix_ids) for request in engine.requests} == {12}

@@ -132,7 +132,7 @@ class HeldExperience:
                     rule="only groups that are pending or running are run",
                     way_out="run `perdure audit` on the run and report what it finds",
                 )
-            return OpenGroup(live.submitted, live.missing)
+            return _open_group(live)
 
     def rewarded_group(self, group: GroupId) -> RewardedGroup:
         """Trajectories and rewards of a finished group, in session order.
