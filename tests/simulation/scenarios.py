@@ -75,6 +75,8 @@ class Scenario:
                 "learner.supervised.steps=0",
                 "validation.prompts=0",
                 "rollout.max_new_tokens=24",
+                "rollout.partial_tokens=4",
+                "deterministic=false",
                 *self.overrides,
             ],
         )
