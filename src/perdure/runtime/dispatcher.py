@@ -34,6 +34,7 @@ class Dispatcher:
         self._news = asyncio.Event()
         self._settled = 0
         sessions.log.on_settled = self._count
+        sessions.on_session_end = self._session_ended
 
     @property
     def settled(self) -> int:
@@ -42,7 +43,7 @@ class Dispatcher:
 
     @property
     def running_sessions(self) -> int:
-        """Sessions of the groups that were started and have not ended."""
+        """Sessions that were started and have not ended."""
         return self._running_sessions
 
     @asynccontextmanager
@@ -90,8 +91,9 @@ class Dispatcher:
             while True:
                 self._look()
                 while self._waiting and self._running_sessions < self._max_sessions():
-                    group = heapq.heappop(self._waiting)
-                    groups.create_task(self._run(group))
+                    group = self._store.open_group(heapq.heappop(self._waiting))
+                    self._running_sessions += len(group.missing)
+                    groups.create_task(self.sessions.run_group(group))
                 await self._work.wait()
                 self._work.clear()
 
@@ -106,15 +108,9 @@ class Dispatcher:
                 self._known.add(group)
                 heapq.heappush(self._waiting, group)
 
-    async def _run(self, group: GroupId) -> None:
-        open_group = self._store.open_group(group)
-        sessions = len(open_group.missing)
-        self._running_sessions += sessions
-        try:
-            await self.sessions.run_group(open_group)
-        finally:
-            self._running_sessions -= sessions
-            self._work.set()
+    def _session_ended(self) -> None:
+        self._running_sessions -= 1
+        self._work.set()
 
     def _count(self, settled: int) -> None:
         self._settled += settled

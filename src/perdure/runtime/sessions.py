@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -107,6 +107,8 @@ class SessionRunner:
         self._faults = parts.faults
         self._events = parts.events
         self._running: dict[SessionId, _Session] = {}
+        self.on_session_end: Callable[[], None] | None = None
+        """Told when a session runs no more, whatever became of it."""
         self.generated_tokens = 0
         """Received from engines so far."""
 
@@ -220,6 +222,8 @@ class SessionRunner:
             raise
         finally:
             del self._running[session.id]
+            if self.on_session_end is not None:
+                self.on_session_end()
 
     def _restart(self, session: _Session, reason: str) -> None:
         self.log.flush()
