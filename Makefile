@@ -15,7 +15,7 @@ help:
 	@echo "make test   set up and run the tests"
 	@echo "make lint   formatting, lint rules, types, import contracts, house limits"
 	@echo "make soak   the full count of every crash campaign (long)"
-	@echo "make bench  overhead of log and checkpoints; log and engine beside others"
+	@echo "make bench  overhead of log and checkpoints; log and engine beside others; trainer modes"
 
 demo: $(VENV)/.installed
 	$(BIN)/perdure train recipes/sort_digits.yaml
@@ -44,6 +44,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/tier.py
+	$(BIN)/python benchmarks/modes.py
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
