@@ -5,16 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from fakes import FakeLearner, token_of, weights_after
+from logged_batches import logged_group, settled_rows
 
 from perdure.audit import audit_run
-from perdure.core.ids import GroupId, SessionId
-from perdure.core.records import SessionsDone
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup
-from perdure.experience import ExperienceState, read_run
-from perdure.experience.claims import highest_incarnation, newest_started
+from perdure.experience import ExperienceState
 from perdure.experience.payloads import PayloadReader
-from perdure.experience.reader import read_lineage
 from perdure.storage import MemoryStorage
 from perdure.trainers.config import RunConfig
 
@@ -47,12 +44,12 @@ def check_weights(storage: Storage, state: ExperienceState) -> None:
     Every group is trained once at most, and the digest chain over the logged batches, in order, is
     the digest that the log ends with.
     """
-    rows = _settled_rows(storage)
+    rows = settled_rows(storage)
     reader = PayloadReader(storage)
     weights = [0.0, 0.0]
     trained: list[int] = []
     for update, record in state.taken.items():
-        groups = [_logged_group(reader, rows[group], group) for group in record.groups]
+        groups = [logged_group(reader, rows[group], group) for group in record.groups]
         for group in groups:
             _check_tokens(group)
         trained += record.groups
@@ -62,31 +59,6 @@ def check_weights(storage: Storage, state: ExperienceState) -> None:
     learner = FakeLearner()
     learner.set(weights)
     assert learner.policy_digest() == last.policy_digest
-
-
-_Rows = dict[int, tuple[SessionsDone, int]]
-
-
-def _settled_rows(storage: Storage) -> dict[int, _Rows]:
-    """Group → session index → the first record that settled it, and its row."""
-    rows: dict[int, _Rows] = {}
-    newest = highest_incarnation(storage)
-    head = newest_started(storage, run_id=read_run(storage).run_id, below=newest + 1)
-    for _, record in read_lineage(storage, head).records:
-        if isinstance(record, SessionsDone):
-            for row, session in enumerate(record.sessions):
-                rows.setdefault(session.group, {}).setdefault(session.index, (record, row))
-    return rows
-
-
-def _logged_group(reader: PayloadReader, rows: _Rows, group: int) -> RewardedGroup:
-    trajectories = []
-    rewards = []
-    for index, (record, row) in sorted(rows.items()):
-        session = SessionId(GroupId(group), index)
-        trajectories.append(reader.trajectory(record.payload, row=row, session=session))
-        rewards.append(record.rewards[row])
-    return RewardedGroup(group, tuple(trajectories), tuple(rewards))
 
 
 def _check_tokens(group: RewardedGroup) -> None:

@@ -11,12 +11,12 @@ import signal
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fakes import CopyTransport, EngineTraits, FakeEngine, FakeLearner, lengths, paces
+from logged_batches import Acknowledged
 from scenarios import Ending, Scenario
 from sim_checks import check_counts, check_weights
 from virtual_loop import Device, run_virtually
@@ -25,7 +25,6 @@ from perdure.core.clock import Clock, ManualClock
 from perdure.core.errors import StorageError, TrainingError
 from perdure.core.events import ignore_events
 from perdure.core.faults import FaultPlan, FaultPoint
-from perdure.core.ids import SessionId, UpdateId
 from perdure.core.keyed_random import generator
 from perdure.core.records import Evaluated, StepDone
 from perdure.core.rollout_api import RolloutEngine
@@ -67,30 +66,6 @@ _EXPLAINED: dict[Ending, type[BaseException]] = {
     Ending.STOP: asyncio.CancelledError,
     Ending.DISK: StorageError,
 }
-
-
-@dataclass
-class Acknowledged:
-    """What some life was told is durable, or acted upon."""
-
-    sessions: set[SessionId] = field(default_factory=set[SessionId])
-    taken: dict[UpdateId, tuple[int, ...]] = field(default_factory=dict[UpdateId, tuple[int, ...]])
-    steps: dict[int, str] = field(default_factory=dict[int, str])
-
-    def note(self, state: ExperienceState) -> None:
-        for group, live in state.groups.items():
-            self.sessions.update(SessionId(group, index) for index in live.rewards)
-        self.taken.update({update: record.groups for update, record in state.taken.items()})
-        self.steps.update({step: record.digest for step, record in state.step_done.items()})
-
-    def check(self, state: ExperienceState) -> None:
-        """Assert that nothing of it is gone or different."""
-        for update, groups in self.taken.items():
-            assert state.taken[update].groups == groups
-        for step, digest in self.steps.items():
-            assert state.step_done[step].digest == digest  # type: ignore[index]
-        for session in self.sessions:
-            assert state.table.is_settled(session), session.key()
 
 
 class World:

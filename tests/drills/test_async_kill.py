@@ -1,0 +1,132 @@
+"""SIGKILL of the controller at random fault points of the asynchronous modes.
+
+Which sessions end up in which batch depends on timing there, so no two runs are equal. What has to
+hold: nothing that was durable when a process died is missing afterwards, the audit proves the run,
+and who trains the logged batches in their order gets the weights of every step, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from drill_tools import KILLED, ForkServer, next_action, run_to_end
+from logged_batches import Acknowledged, logged_group, settled_rows
+
+from perdure.audit import audit_run
+from perdure.config import config_from_text
+from perdure.core.ids import GlobalStep, UpdateId
+from perdure.experience import read_experience
+from perdure.experience.payloads import PayloadReader
+from perdure.storage import PosixStorage
+from perdure.tasks.config import make_task
+from perdure.trainers.assembly import build_machinery
+from perdure.trainers.config import RunConfig
+from perdure.trainers.environment import fix_arithmetic
+
+MODES = ("colocate_async", "separate_async")
+POINTS = (
+    "log_payload_written",
+    "log_payload_fsynced",
+    "log_control_written",
+    "log_fsynced",
+    "log_acknowledged",
+    "log_segment_opened",
+    "checkpoint_staged",
+    "checkpoint_files_durable",
+    "manifest_renamed",
+    "checkpoint_logged",
+    "collect_logged",
+    "groups_submitted",
+    "session_finished",
+    "batch_taken",
+    "local_update_done",
+    "step_done",
+    "weights_published",
+    "restore_done",
+    "redo_step",
+    "redo_done",
+)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_at_random_points(server: ForkServer, tmp_path: Path, mode: str, seed: int) -> None:
+    kill_again_and_again(server, tmp_path, mode, seed=seed, kills=3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1000, 1020))
+@pytest.mark.parametrize("mode", MODES)
+def test_soak_of_kills(server: ForkServer, tmp_path: Path, mode: str, seed: int) -> None:
+    kill_again_and_again(server, tmp_path, mode, seed=seed, kills=5)
+
+
+def kill_again_and_again(
+    server: ForkServer, runs: Path, mode: str, *, seed: int, kills: int
+) -> None:
+    """Kill ``kills`` processes; a run that ends in between is proven and followed by another."""
+    rng = random.Random(f"{mode} {seed}")
+    killed, number = 0, 0
+    while killed < kills:
+        number += 1
+        run, durable = runs / f"run-{number}", Acknowledged()
+        status = KILLED
+        while status == KILLED and killed < kills:
+            plan = [{"point": rng.choice(POINTS), "hit": rng.randint(1, 30)}]
+            ended = server.run(next_action(run), run, plan=plan, overrides=overrides(mode, seed))
+            status = ended.status
+            assert status in (0, KILLED), ended.log
+            killed += status == KILLED
+            if (run / "log").exists():
+                state, _ = read_experience(PosixStorage(run))
+                state.check()
+                durable.check(state)
+                durable.note(state)
+        if status == KILLED:
+            run_to_end(server, run, overrides=overrides(mode, seed))
+        prove(run, durable)
+
+
+def overrides(mode: str, seed: int) -> tuple[str, ...]:
+    return (
+        f"mode={mode}",
+        "learner.supervised.steps=0",
+        "learner.entropy_coef=0.01",
+        f"trainer.local_updates_per_step={(1, 2, 4)[seed % 3]}",
+        f"sampler.age_policy={('drop', 'wait')[seed % 2]}",
+        f"sampler.max_prompt_age={seed % 3 + 1}",
+        f"sampler.num_warmup_batches={seed % 4}",
+    )
+
+
+def prove(run: Path, durable: Acknowledged) -> None:
+    """Nothing durable is missing, the audit finds nothing, and the batches give the weights."""
+    state, _ = read_experience(PosixStorage(run))
+    durable.check(state)
+    assert state.last_step == 6
+    report = audit_run(run)
+    assert report.ok, "\n".join(report.summary_lines())
+    assert retrained(run) == {step: done.digest for step, done in state.step_done.items()}
+
+
+def retrained(run: Path) -> dict[GlobalStep, str]:
+    """Digests of all steps when the logged batches are trained once, without any crash."""
+    storage = PosixStorage(run)
+    config = config_from_text(RunConfig, (run / "config.yaml").read_text(), where="config.yaml")
+    fix_arithmetic(config)
+    learner = build_machinery(config, make_task(config.task, config.seed)).learner
+    learner.begin_training()
+    state, _ = read_experience(storage)
+    rows, reader = settled_rows(storage), PayloadReader(storage)
+    digests: dict[GlobalStep, str] = {}
+    for step in state.step_done:
+        version = state.version_of(learner.policy_digest())
+        for index, taken in enumerate(state.updates_of(step)):
+            groups = [logged_group(reader, rows[group], group) for group in taken.groups]
+            update = UpdateId(step, taken.update.local_update)
+            assert update.local_update == index
+            learner.local_update(update, groups, version=version)
+        digests[step] = learner.state_digest()
+    return digests
