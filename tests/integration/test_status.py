@@ -43,16 +43,20 @@ def test_a_live_run_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Monkey
     assert live["version_step"] == live["global_step"]
     assert live["process"]["incarnation"] == 1
     assert live["process"]["pid"] == live["holder"]["pid"]
-    assert live["process"]["engines"][0]["name"] == "embedded"
+    engine = live["process"]["engines"][0]
+    assert (engine["state"], engine["version"]) == ("serving", 3)
     assert live["ages_s"].keys() >= {"step", "checkpoint_committed"}
     assert "a live process holds it (process " in lines[0]
-    assert "engine embedded: serving" in lines[0]
+    assert f"engine {engine['name']}: serving" in lines[0]
     step = live["global_step"]
     assert f"published: version 3, the weights of step {step}, the newest there is" in lines[0]
     over = json.loads(status(run, "--json"))
     assert (over["live"], over["why"], over["process"]["ended"]) == (False, [], True)
     assert over["groups"] == {"trained": 24}
     assert (over["frontier"], over["evictions"]) == (24, {})
+    rows = [json.loads(line) for line in (run / "metrics/steps.jsonl").read_text().splitlines()]
+    assert [row["metrics"]["frontier"] for row in rows] == [8, 12, 16, 20, 24, 24]
+    assert all(row["timings_s"]["wait"] >= 0 for row in rows)
 
 
 def test_a_run_without_a_process_says_how_to_go_on(tmp_path: Path) -> None:

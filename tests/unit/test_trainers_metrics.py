@@ -5,18 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import experience_records as make
 import pytest
 from drill_tools import RECIPE
 from learner_cases import trajectory
 
 from perdure.config import load_config
 from perdure.core.errors import ConfigError
-from perdure.core.ids import PolicyVersion
+from perdure.core.ids import GlobalStep, PolicyVersion
+from perdure.core.record_types import EvictionReason
 from perdure.core.trajectories import RewardedGroup, Segment, Trajectory
+from perdure.experience.fold import fold
 from perdure.learner.api import LocalUpdateResult
 from perdure.trainers.config import RunConfig
 from perdure.trainers.mismatch_watch import MismatchWatch
-from perdure.trainers.step_metrics import merge_updates, rollout_metrics
+from perdure.trainers.step_metrics import (
+    SAMPLING,
+    merge_updates,
+    rollout_metrics,
+    sampling_metrics,
+)
 
 
 def with_versions(index: int, versions: Sequence[int]) -> Trajectory:
@@ -119,3 +127,21 @@ def test_impossible_corrections_are_refused_with_a_way_out(
 )
 def test_possible_ones_are_not(overrides: list[str]) -> None:
     load_config(RunConfig, RECIPE, overrides)
+
+
+def test_how_sampling_stands_at_the_end_of_a_step() -> None:
+    records = [
+        *make.finished_group(0),
+        make.submitted(1, step=2),
+        make.evicted(0, EvictionReason.FILTERED),
+        make.submitted(2, step=3),
+        make.refilled(2, 0),
+    ]
+    found = sampling_metrics(fold(make.placed(records)), GlobalStep(4))
+    assert found.keys() == SAMPLING
+    assert {name: value for name, value in found.items() if value} == {
+        "frontier": 3.0,
+        "oldest_in_flight_age": 3.0,
+        "evicted_filtered": 1.0,
+    }
+    assert sampling_metrics(fold([]), GlobalStep(1))["oldest_in_flight_age"] == 0.0

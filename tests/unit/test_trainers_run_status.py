@@ -23,7 +23,7 @@ LIVE: dict[str, Any] = {
     "format": 1,
     "wall_s": 100.0,
     "every_s": 2.0,
-    "activity": "generate",
+    "activity": "wait",
     "awaited_groups": 0,
     "engines": [ENGINE],
     "silent_sessions": [],

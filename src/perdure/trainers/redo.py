@@ -15,6 +15,7 @@ from perdure.core.records import Redone, StepDone
 from perdure.runtime.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 from perdure.trainers.saving import stage_checkpoint_if_due
+from perdure.trainers.step_metrics import SAMPLING
 from perdure.trainers.steps import local_update, step_record, take_groups
 
 
@@ -71,7 +72,8 @@ async def _redo_update(ctx: TrainContext, update: UpdateId) -> None:
 
 async def _confirm(ctx: TrainContext, step: GlobalStep, logged: StepDone) -> None:
     """Compare a redone step with its record, and go on to the next."""
-    again = await step_record(ctx, step)
+    sampling = {name: value for name, value in logged.metrics.items() if name in SAMPLING}
+    again = await step_record(ctx, step, sampling=sampling)
     equal = again.digest == logged.digest
     if not equal and ctx.config.deterministic:
         raise diverged(f"global step {step}", again=again.digest, logged=logged.digest)

@@ -49,7 +49,7 @@ async def wait_for_groups(ctx: TrainContext, step: GlobalStep, *, count: int) ->
     stall = _Stall(ctx)
     evicted = ctx.store.state.table.evictions.total()
     settled = await ctx.runtime.wait_for_settled(beyond=-1, timeout_s=0)
-    with ctx.timed("generate"), ctx.awaiting(count):
+    with ctx.timed("wait"), ctx.awaiting(count):
         while True:
             decision = apply_decision(ctx, step)
             enough = len(ctx.store.state.table.finished) >= count

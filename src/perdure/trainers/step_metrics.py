@@ -8,9 +8,11 @@ from typing import Final
 
 import numpy as np
 
-from perdure.core.ids import PolicyVersion
-from perdure.core.record_types import StopReason
+from perdure.core.ids import GlobalStep, PolicyVersion
+from perdure.core.record_types import EvictionReason, StopReason
 from perdure.core.trajectories import RewardedGroup, Trajectory
+from perdure.experience.age_policy import prompt_age
+from perdure.experience.state import ExperienceState
 from perdure.learner.api import LocalUpdateResult
 
 COUNTS: Final = frozenset(
@@ -29,6 +31,32 @@ WEIGHTS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Means over tokens → the metric that counts these."""
+
+
+SAMPLING: Final = frozenset(
+    {"frontier", "oldest_in_flight_age", *(f"evicted_{reason.value}" for reason in EvictionReason)}
+)
+"""Metrics of how sampling stood at the end of a step; training it again does not change them."""
+
+
+def sampling_metrics(state: ExperienceState, step: GlobalStep) -> dict[str, float]:
+    """How sampling stands at the end of a step.
+
+    Returns:
+        ``frontier``: prompts submitted so far; ``oldest_in_flight_age``: prompt age of the oldest
+        group in progress, 0 without one; ``evicted_<reason>``: groups evicted so far in the run.
+    """
+    oldest = next(state.table.open(), None)
+    return {
+        "frontier": float(state.table.next_data_index),
+        "oldest_in_flight_age": 0.0
+        if oldest is None
+        else float(prompt_age(oldest.submitted, step)),
+        **{
+            f"evicted_{reason.value}": float(state.table.evictions[reason])
+            for reason in EvictionReason
+        },
+    }
 
 
 def rollout_metrics(

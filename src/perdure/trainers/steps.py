@@ -6,7 +6,7 @@ publish → validation and metrics → release → the counter goes up.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from perdure.trainers.context import TrainContext
 from perdure.trainers.prompts import MAX_REFILL_ROUNDS, next_prompts
 from perdure.trainers.sampling_rules import sampling_rules
 from perdure.trainers.saving import stage_checkpoint_if_due
-from perdure.trainers.step_metrics import merge_updates, rollout_metrics
+from perdure.trainers.step_metrics import merge_updates, rollout_metrics, sampling_metrics
 from perdure.trainers.validation import validate_if_due
 
 
@@ -130,8 +130,13 @@ async def local_update(
     ctx.faults.reach(FaultPoint.LOCAL_UPDATE_DONE)
 
 
-async def step_record(ctx: TrainContext, step: GlobalStep) -> StepDone:
-    """What the log says of a step whose local updates are complete."""
+async def step_record(
+    ctx: TrainContext, step: GlobalStep, *, sampling: Mapping[str, float]
+) -> StepDone:
+    """What the log says of a step whose local updates are complete.
+
+    ``sampling`` are the metrics of how sampling stood at its end.
+    """
     return StepDone(
         global_step=step,
         digest=await ctx.runtime.state_digest(),
@@ -140,6 +145,7 @@ async def step_record(ctx: TrainContext, step: GlobalStep) -> StepDone:
         metrics={
             **rollout_metrics(ctx.step_groups, published=ctx.step_version),
             **merge_updates(ctx.step_updates),
+            **sampling,
         },
         timings_s=dict(ctx.timings_s),
         skipped=tuple(reason for result in ctx.step_updates for reason in result.skipped),
@@ -148,7 +154,10 @@ async def step_record(ctx: TrainContext, step: GlobalStep) -> StepDone:
 
 async def finish_step(ctx: TrainContext, step: GlobalStep) -> None:
     """Acknowledge ``step_done``; the step counts from here on."""
-    record = await step_record(ctx, step)
+    # Without limits and with prompts that wait for nobody there is nothing to say of sampling.
+    ahead = ctx.config.mode != "sync"
+    sampling = sampling_metrics(ctx.store.state, step) if ahead else {}
+    record = await step_record(ctx, step, sampling=sampling)
     await acknowledged(ctx.store, ctx.store.append(record))
     ctx.progress.complete(step)
     ctx.faults.reach(FaultPoint.STEP_DONE)
