@@ -39,6 +39,12 @@ def test_an_engine_serves_new_weights_while_others_are_late(seed: int, tmp_path:
     check_audit(world.storage, tmp_path)
 
 
+def test_prompts_that_came_while_no_engine_was_there_are_run_when_one_is() -> None:
+    world = World(drawn("separate_async", 2017))
+    world.run()
+    assert any(name == "engine_replaced" for name, _ in world.events)
+
+
 def test_nobody_waits_for_replacements_while_the_learner_has_the_devices() -> None:
     # Engines were asleep, and the second batch of a step waited for a new prompt.
     overrides = (

@@ -7,7 +7,7 @@ publications and the death of engines; every wait has a deadline that names who 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 
 from perdure.core.errors import EngineLostError, TrainingError
@@ -55,6 +55,8 @@ class EnginePool:
         self._version = NO_VERSION
         self._lacks = "has no weights"
         self._closed = False
+        self.on_admitted: Callable[[], None] | None = None
+        """Told that an engine has traffic, which it may not have had before."""
         for name, engine in (engines or {}).items():
             self.add(name, engine)
 
@@ -259,6 +261,8 @@ class EnginePool:
         self._roster.apply(self._roster.find(name), MemberEvent.ADMIT)
         self._version = member.engine.version
         self._lacks = ""
+        if self.on_admitted is not None:
+            self.on_admitted()
 
     def quarantine(self, name: str, reason: str) -> None:
         """No traffic for this engine before it is admitted again. One that is gone has none."""

@@ -75,6 +75,8 @@ class LocalRuntime:
         self._learner_thread = learner_thread
         self._events = events
         self._asleep = False
+        # While engines are lost there is less room, or none; they come back at any time.
+        rollout.pool.on_admitted = rollout.dispatcher.notify
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
