@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -51,12 +52,20 @@ class Saving:
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             children = Path(f"/proc/{self._process.pid}/task").glob("*/children")
-            found = {int(word) for path in children for word in path.read_text().split()}
-            if found:
-                (writer,) = found
-                return writer
-            assert time.monotonic() < deadline_s, self.errors()
+            pids = {int(word) for path in children for word in path.read_text().split()}
+            alive = [pid for pid in pids if _is_alive(pid)]
+            if len(alive) == 1:
+                return alive[0]
+            assert time.monotonic() < deadline_s, f"children {pids}: {self.errors()}"
             time.sleep(0.001)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        del details
+        if self._process.poll() is None:
+            self.kill()
 
     def kill(self) -> None:
         self._process.kill()
@@ -88,6 +97,13 @@ class Saving:
                 self._said.notify_all()
 
 
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def wait_for_temporary(checkpoints: Path) -> None:
     """Until a save is on its way."""
     deadline_s = time.monotonic() + DEADLINE_S
@@ -107,16 +123,15 @@ def test_the_process_that_trains_is_killed(tmp_path: Path, kills: int) -> None:
     chance = random.Random(f"kill the parent {kills}")
     committed, torn_off = -1, 0
     for number in range(kills):
-        saving = Saving(tmp_path / "run")
-        saving.wait_for("started after")
-        # A commit that was durable may not have been printed any more.
-        assert saving.last("started after") >= max(committed, 0)
-        saving.wait_for("committed")
-        if number % 2:
-            time.sleep(chance.uniform(0.0, 0.25))
-        else:
-            wait_for_temporary(tmp_path / "run/checkpoints")
-        saving.kill()
+        with Saving(tmp_path / "run") as saving:
+            saving.wait_for("started after")
+            # A commit that was durable may not have been printed any more.
+            assert saving.last("started after") >= max(committed, 0)
+            saving.wait_for("committed")
+            if number % 2:
+                time.sleep(chance.uniform(0.0, 0.25))
+            else:
+                wait_for_temporary(tmp_path / "run/checkpoints")
         committed = saving.last("committed")
         torn_off += bool(list((tmp_path / "run/checkpoints").rglob(".tmp-*")))
     assert torn_off, "no save was cut short: the drill shows nothing"
@@ -125,17 +140,14 @@ def test_the_process_that_trains_is_killed(tmp_path: Path, kills: int) -> None:
 @pytest.mark.parametrize("kills", COUNTS)
 def test_the_process_that_writes_is_killed(tmp_path: Path, kills: int) -> None:
     chance = random.Random(f"kill the child {kills}")
-    saving = Saving(tmp_path / "run")
     replaced = 0
-    for _ in range(kills):
-        before = saving.wait_for("committed", after=replaced)
-        time.sleep(chance.uniform(0.0, 0.05))
-        os.kill(saving.writer(), signal.SIGKILL)
-        replaced = saving.wait_for("lost", after=before)
-    saving.wait_for("committed", after=replaced)
-    saving.kill()
-    committed = saving.last("committed")
-    again = Saving(tmp_path / "run")
-    again.wait_for("started after")
-    assert again.last("started after") >= committed
-    again.kill()
+    with Saving(tmp_path / "run") as saving:
+        for _ in range(kills):
+            before = saving.wait_for("committed", after=replaced)
+            time.sleep(chance.uniform(0.0, 0.05))
+            os.kill(saving.writer(), signal.SIGKILL)
+            replaced = saving.wait_for("lost", after=before)
+        saving.wait_for("committed", after=replaced)
+    with Saving(tmp_path / "run") as again:
+        again.wait_for("started after")
+        assert again.last("started after") >= saving.last("committed")
