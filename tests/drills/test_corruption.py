@@ -60,12 +60,16 @@ class View:
 
 @pytest.fixture(scope="module")
 def victim(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three incarnations, killed in the middle of its fifth step."""
+    """A run of three incarnations, each killed in the middle of a step.
+
+    The last one has generated, wherever its redo began: it depends on timing whether the checkpoint
+    of the second was durable.
+    """
     run = tmp_path_factory.mktemp("victim") / "run"
     plans = ({"point": "step_done", "hit": 1}, {"point": "batch_taken", "hit": 3})
     assert server.run("train", run, plan=[plans[0]]).status == KILLED
     assert server.run("resume", run, plan=[plans[1]]).status == KILLED
-    last = {"point": "local_update_done", "hit": 5}
+    last = {"point": "local_update_done", "hit": 7}
     assert server.run("resume", run, plan=[last]).status == KILLED
     return run
 

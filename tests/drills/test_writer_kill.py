@@ -47,17 +47,20 @@ class Saving:
             assert any(line.startswith(word) for line in self._lines[after:]), self.errors()
             return len(self._lines)
 
-    def writer(self) -> int:
-        """The process that writes; one that was killed may not have a successor yet."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while True:
+    def writer(self) -> int | None:
+        """The process that writes; None: there is none any more, a thread writes.
+
+        One that was killed may not have a successor yet.
+        """
+        deadline_s = time.monotonic() + SUCCESSOR_S
+        while time.monotonic() < deadline_s:
             children = Path(f"/proc/{self._process.pid}/task").glob("*/children")
-            pids = {int(word) for path in children for word in path.read_text().split()}
+            pids = {int(word) for path in children for word in _text(path).split()}
             alive = [pid for pid in pids if _is_alive(pid)]
             if len(alive) == 1:
                 return alive[0]
-            assert time.monotonic() < deadline_s, f"children {pids}: {self.errors()}"
             time.sleep(0.001)
+        return None
 
     def __enter__(self) -> Self:
         return self
@@ -97,11 +100,17 @@ class Saving:
                 self._said.notify_all()
 
 
-def _is_alive(pid: int) -> bool:
+def _text(path: Path) -> str:
+    """Of a file below ``/proc``; empty if whom it tells of is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _is_alive(pid: int) -> bool:
+    state = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return bool(state) and state[0] != "Z"
 
 
 def wait_for_temporary(checkpoints: Path) -> None:
@@ -115,6 +124,8 @@ def wait_for_temporary(checkpoints: Path) -> None:
         assert time.monotonic() < deadline_s, "no save began"
 
 
+SUCCESSOR_S = 3.0
+"""A killed writer has a successor by then, if it is to have one."""
 COUNTS = [6, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 
 
@@ -145,8 +156,13 @@ def test_the_process_that_writes_is_killed(tmp_path: Path, kills: int) -> None:
         for _ in range(kills):
             before = saving.wait_for("committed", after=replaced)
             time.sleep(chance.uniform(0.0, 0.05))
-            os.kill(saving.writer(), signal.SIGKILL)
+            writer = saving.writer()
+            if writer is None:
+                # One that dies before it has started is replaced by a thread.
+                break
+            os.kill(writer, signal.SIGKILL)
             replaced = saving.wait_for("lost", after=before)
+        assert replaced, "no writer was killed: the drill shows nothing"
         saving.wait_for("committed", after=replaced)
     with Saving(tmp_path / "run") as again:
         again.wait_for("started after")

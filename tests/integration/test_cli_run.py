@@ -88,7 +88,7 @@ def test_checkpoints_are_listed(trained: Path) -> None:
     ]
     files = (trained / "checkpoints" / "step-00000002-1").rglob("*.*")
     size = sum(file.stat().st_size for file in files if file.name != "manifest.json")
-    assert rows[1][5:] == [f"{size:,}", "present"]
+    assert rows[1][5:] == [f"{size:,}", "last", "present"]
     listed = json.loads(run("ckpt", "list", trained, "--json")[1])
     assert [row["step"] for row in listed["checkpoints"]] == [1, 2]
     assert all(row["present"] for row in listed["checkpoints"])

@@ -64,6 +64,8 @@ def model() -> Transformer:
 
 
 WEIGHTS = weights_of(model())
+NEWEST = IncarnationNumber(2)
+"""Whoever publishes to the shared engine; it takes nothing of an older one."""
 DIGEST = digest_weights(WEIGHTS)
 
 
@@ -150,7 +152,7 @@ def test_the_verbs_reach_it_in_order(runner: asyncio.Runner, shared: ProcessEngi
         with pytest.raises(ValueError, match="'r0' is live already"):
             await collect(shared, request_of("r0"))
         with pytest.raises(RuntimeError, match="decoding"):
-            await shared.load_weights(ONE, WEIGHTS)
+            await shared.load_weights(ONE, WEIGHTS, incarnation=NEWEST)
         await shared.pause()
         assert await shared.abort() == 2
         head += [chunk async for chunk in stream]
@@ -174,7 +176,7 @@ def test_a_reader_that_leaves_frees_the_slot(runner: asyncio.Runner, shared: Pro
         with pytest.raises(RuntimeError, match="asleep"):
             await collect(shared, request_of("r0"))
         await shared.wake()
-        assert await shared.load_weights(ONE, WEIGHTS) == DIGEST
+        assert await shared.load_weights(ONE, WEIGHTS, incarnation=NEWEST) == DIGEST
         assert len(tokens_of(await collect(shared, request_of("r0", budget=3)))) == 3
         assert shared.undelivered_tokens == 0
 
@@ -188,10 +190,11 @@ def test_refusals_come_back_as_what_they_are(
         with pytest.raises(ValueError, match="request 'r0'"):
             await collect(shared, request_of("r0", budget=10_000))
         with pytest.raises(ValueError, match="weights do not fit"):
-            await shared.load_weights(ONE, {})
+            await shared.load_weights(ONE, {}, incarnation=NEWEST)
+        nothing = WeightFile(str(tmp_path / "none"), "00")
         with pytest.raises(DamagedError, match="cannot be read"):
-            await shared.load_weights(ONE, WeightFile(str(tmp_path / "none"), "00"))
-        await shared.load_weights(ONE, WEIGHTS, incarnation=IncarnationNumber(2))
+            await shared.load_weights(ONE, nothing, incarnation=NEWEST)
+        await shared.load_weights(ONE, WEIGHTS, incarnation=NEWEST)
         with pytest.raises(FencedError, match="serves incarnation 2"):
             await shared.load_weights(ONE, WEIGHTS, incarnation=IncarnationNumber(1))
 

@@ -87,7 +87,7 @@ def test_bounds_in_the_wrong_order_are_refused(section: str):
 def test_an_unknown_task_gets_the_nearest_name():
     with pytest.raises(ValidationError, match="did you mean 'sort_digits'"):
         TaskConfig(name="sort_digit")
-    with pytest.raises(ValidationError, match="use one of: add_numbers, jsonl"):
+    with pytest.raises(ValidationError, match="use one of: add_numbers, calculator, jsonl"):
         TaskConfig(name="zzzz")
 
 
