@@ -27,6 +27,7 @@ from perdure.core.errors import (
 )
 from perdure.core.events import ignore_events
 from perdure.experience import ExperienceState, read_experience
+from perdure.runtime.log_reach import check_log_reaches_checkpoints
 from perdure.runtime.views import last_step_shown
 from perdure.storage import PosixStorage
 from perdure.trainers.sanity import check_curve
@@ -60,22 +61,23 @@ class View:
 
 @pytest.fixture(scope="module")
 def victim(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three incarnations, each killed in the middle of a step.
+    """A run of three incarnations, killed in the middle of a step.
 
-    The last one has generated, wherever its redo began: it depends on timing whether the checkpoint
-    of the second was durable.
+    It depends on timing whether the checkpoint of the second was durable, hence where the redo of
+    the third begins and what the last kill strikes.
     """
     run = tmp_path_factory.mktemp("victim") / "run"
     plans = ({"point": "step_done", "hit": 1}, {"point": "batch_taken", "hit": 3})
     assert server.run("train", run, plan=[plans[0]]).status == KILLED
     assert server.run("resume", run, plan=[plans[1]]).status == KILLED
-    last = {"point": "local_update_done", "hit": 7}
+    last = {"point": "local_update_done", "hit": 5}
     assert server.run("resume", run, plan=[last]).status == KILLED
     return run
 
 
 def view(run: Path) -> View:
     storage = PosixStorage(run)
+    check_log_reaches_checkpoints(storage)
     state, report = read_experience(storage)
     state.check()
     check_curve(state, lambda: last_step_shown(run), events=ignore_events)
@@ -158,6 +160,26 @@ def campaign(victim: Path, copy: Path, seeds: range) -> dict[str, int]:
             raise AssertionError(f"seed {seed}: {what}") from error
         verdicts[verdict] = verdicts.get(verdict, 0) + 1
     return verdicts
+
+
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_the_log_of_who_only_trained_again_is_missed(
+    server: ForkServer, tmp_path: Path, kept: float
+) -> None:
+    """It has neither generated nor begun a step: the checkpoint it staged tells of it alone."""
+    run = tmp_path / "run"
+    overrides = ["checkpoint.every_steps=3"]
+    plan = [{"point": "step_done", "hit": 3}]
+    assert server.run("train", run, overrides=overrides, plan=plan).status == KILLED
+    plan = [{"point": "pointer_written", "hit": 1}]
+    assert server.run("resume", run, plan=plan).status == KILLED
+    (log,) = run.glob("log/control-000002-*")
+    log.write_bytes(log.read_bytes()[: int(kept * log.stat().st_size)])
+    ended = server.run("resume", run)
+    assert ended.status == DamagedError.exit_code, ended.log
+    assert log.name in ended.log
+    found = [one for one in audit_run(run).findings if one.severity == "damage"]
+    assert any(log.name in one.where for one in found)
 
 
 @pytest.mark.timeout(600)

@@ -95,20 +95,23 @@ def _check_files(run: Path, directory: str, manifest: dict[str, Any], findings: 
 
 
 def check_positions(run: Path, run_id: str, findings: Findings) -> None:
-    """The log has every place that a checkpoint on disk refers to, committed or not."""
+    """The log has every place that a checkpoint on disk refers to, committed or not.
+
+    Besides the place its state stands behind, that is the end of the log when it was staged.
+    """
     for path in sorted((run / "checkpoints").glob("*/manifest.json")):
         where = f"checkpoints/{path.parent.name}/manifest.json"
         # What a manifest should be is judged with its commit; one that is damaged proves nothing.
         manifest = read_sealed(path, Findings(), where=where, names=("position", "lineage"))
         if manifest is None or manifest["lineage"].get("run_id") != run_id:
             continue
-        incarnation, segment, offset = manifest["position"]
-        log = run / "log" / f"control-{incarnation:06d}-{segment:06d}.plog"
-        size = log.stat().st_size if log.is_file() else 0
-        if size < offset:
-            findings.damage(
-                f"log/{log.name}", f"{size} bytes, {where} refers to byte {offset}", POSITION_RULE
-            )
+        ends = [manifest["position"], manifest["lineage"].get("log_end", manifest["position"])]
+        for incarnation, segment, offset in {tuple(end): None for end in ends}:
+            log = run / "log" / f"control-{incarnation:06d}-{segment:06d}.plog"
+            size = log.stat().st_size if log.is_file() else 0
+            if size < offset:
+                what = f"{size} bytes, {where} refers to byte {offset}"
+                findings.damage(f"log/{log.name}", what, POSITION_RULE)
 
 
 def _file_problem(path: Path, entry: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from perdure.core.ids import CheckpointName
 from perdure.core.records import Checkpointed
 from perdure.core.storage_api import Storage
 from perdure.experience import read_experience
+from perdure.runtime.log_reach import log_end
 from perdure.runtime.maintenance import HeldRun, Place, held
 
 
@@ -96,6 +97,7 @@ def _store(place: Place, run: HeldRun, source: Manifest, migrations: Migrations)
         "incarnation": incarnation,
         "parent": run.claimed.parent,
         "migrated_from": source.name.directory,
+        **log_end(run.store.position),
     }
     info = replace(source.info, lineage=lineage, experience=reader.experience())
     keep = len(run.ledger.committed()) + 1

@@ -7,6 +7,7 @@ from perdure.checkpoint.keep import Best, Keep
 from perdure.core.errors import DamagedError, StorageError
 from perdure.core.ids import CheckpointName, GlobalStep, LogPosition, PolicyVersion
 from perdure.core.records import Checkpointed, ControlRecord
+from perdure.runtime.log_reach import log_end
 from perdure.trainers.checkpoint_config import CheckpointConfig
 from perdure.trainers.context import TrainContext
 
@@ -83,6 +84,7 @@ def stage_checkpoint(ctx: TrainContext, phase: str, step: int, *, must: bool) ->
             "run_id": ctx.run.run_id,
             "incarnation": ctx.store.incarnation,
             "parent": state.incarnations[-1].parent,
+            **log_end(ctx.store.position),
         },
         algorithm=ctx.config.learner.algorithm,
         config_digest=ctx.config_digest,
