@@ -43,10 +43,10 @@ from pathlib import Path
 import numpy as np
 
 from perdure.core.clock import SystemClock
+from perdure.core.experience_records import GroupSettled, Submitted
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, PolicyVersion, SessionId
 from perdure.core.record_types import GroupOutcome, StopReason
-from perdure.core.records import GroupSettled, Submitted
 from perdure.core.trajectories import Segment, Trajectory
 from perdure.experience import (
     ExperienceStore,

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from perdure.core.experience_records import (
+    GroupSettled,
+    Partials,
+    SessionRestarted,
+    SessionsDone,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.records import (
     Checkpointed,
     Collect,
     ControlRecord,
     Evicted,
-    GroupSettled,
-    Partials,
     Refilled,
-    SessionRestarted,
-    SessionsDone,
     StepDone,
-    Submitted,
     Taken,
-    ToolResult,
 )
 
 SESSIONS = 2

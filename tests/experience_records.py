@@ -8,6 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from perdure.core.experience_records import (
+    GroupSettled,
+    Partials,
+    SessionRestarted,
+    SessionsDone,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.ids import (
     GlobalStep,
     GroupId,
@@ -25,16 +33,10 @@ from perdure.core.records import (
     Checkpointed,
     ControlRecord,
     Evicted,
-    GroupSettled,
-    Partials,
     Published,
     Refilled,
-    SessionRestarted,
-    SessionsDone,
     StepDone,
-    Submitted,
     Taken,
-    ToolResult,
 )
 from perdure.core.trajectories import PartialDelta, Segment, Trajectory
 from perdure.experience.entries import Entry

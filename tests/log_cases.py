@@ -10,6 +10,11 @@ import numpy as np
 
 from perdure.core.clock import ManualClock
 from perdure.core.events import EventSink, ignore_events
+from perdure.core.experience_records import (
+    Partials,
+    SessionsDone,
+    Submitted,
+)
 from perdure.core.faults import FaultHook, NoFaults
 from perdure.core.ids import (
     GlobalStep,
@@ -25,9 +30,6 @@ from perdure.core.records import (
     Closed,
     ControlRecord,
     IncarnationStarted,
-    Partials,
-    SessionsDone,
-    Submitted,
 )
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import PartialDelta, Segment, Trajectory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from perdure.core.experience_records import SessionsDone
 from perdure.core.ids import GroupId, SessionId, UpdateId
-from perdure.core.records import SessionsDone
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import ExperienceState, read_run

@@ -13,10 +13,10 @@ import experience_records as make
 import numpy as np
 
 from perdure.core.clock import ManualClock
+from perdure.core.experience_records import GroupSettled
 from perdure.core.faults import FaultHook, NoFaults
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.record_types import GroupOutcome
-from perdure.core.records import GroupSettled
 from perdure.core.storage_api import Storage
 from perdure.experience import (
     ExperienceStore,

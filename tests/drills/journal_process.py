@@ -16,10 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from perdure.core.clock import SystemClock
+from perdure.core.experience_records import (
+    GroupSettled,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, PolicyVersion, SessionId
 from perdure.core.record_types import GroupOutcome, StopReason
-from perdure.core.records import GroupSettled, Published, Submitted, ToolResult
+from perdure.core.records import Published
 from perdure.core.trajectories import PartialDelta, Segment, Trajectory
 from perdure.experience import (
     ExperienceStore,

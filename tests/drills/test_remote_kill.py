@@ -18,9 +18,9 @@ from remote_process import FLUSH_S, GROUPS, RUN_ID
 
 from perdure.audit import audit_run
 from perdure.core.clock import SystemClock
+from perdure.core.experience_records import GroupSettled
 from perdure.core.ids import GroupId, LogPosition
 from perdure.core.record_types import GroupOutcome
-from perdure.core.records import GroupSettled
 from perdure.experience import RemoteOptions, RemoteStore
 from perdure.experience.remote.frames import number_frame
 from perdure.experience.remote.handshake import connect_to, open_wire

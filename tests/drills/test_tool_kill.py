@@ -9,7 +9,7 @@ import pytest
 from drill_tools import KILLED, ForkServer, next_action
 
 from perdure.audit import audit_run
-from perdure.core.records import Partials, ToolResult
+from perdure.core.experience_records import Partials, ToolResult
 from perdure.experience import read_run
 from perdure.experience.claims import highest_incarnation, newest_started
 from perdure.experience.reader import read_lineage

@@ -18,10 +18,11 @@ import pytest
 from perdure.audit import audit_run
 from perdure.core.clock import ManualClock
 from perdure.core.errors import DamagedError, StorageError
+from perdure.core.experience_records import GroupSettled
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, OptimizerStep, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome, StopReason
-from perdure.core.records import GroupSettled, Published, StepDone
+from perdure.core.records import Published, StepDone
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import PartialDelta, Trajectory, joined_segments
 from perdure.experience import (

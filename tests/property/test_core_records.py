@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.core import records
+from perdure.core.experience_records import Partials, SessionsDone
 from perdure.core.ids import GroupId, LogPosition, PayloadRef, SessionId, UpdateId
 from perdure.core.record_codec import record_fields, record_from_fields
-from perdure.core.record_types import DECISION_TYPES, RecordType
-from perdure.core.records import ControlRecord, Evicted, Partials, SessionsDone
+from perdure.core.record_types import DECISION_TYPES, EvictionReason, RecordType, StopReason
+from perdure.core.records import ControlRecord, Evicted
 
 CLASSES: tuple[type[Any], ...] = typing.get_args(ControlRecord)
 _COUNTS = st.integers(0, 2**63 - 1)
@@ -170,7 +170,7 @@ def test_a_field_of_the_wrong_shape_is_refused(cls: type[Any], name: str, value:
         SessionsDone: SessionsDone(
             (session,),
             (1.0,),
-            (records.StopReason.STOP,),
+            (StopReason.STOP,),
             (3,),
             (typing.cast("Any", 1),),
             (typing.cast("Any", 2),),
@@ -178,7 +178,7 @@ def test_a_field_of_the_wrong_shape_is_refused(cls: type[Any], name: str, value:
             ref,
         ),
         Partials: make.partials([(1, 0, 0, 4), (1, 1, 3, 7)]),
-        Evicted: Evicted(GroupId(1), records.EvictionReason.AGE, typing.cast("Any", 2)),
+        Evicted: Evicted(GroupId(1), EvictionReason.AGE, typing.cast("Any", 2)),
     }
     fields = {**_packed(whole[cls]), name: value}
     with pytest.raises(

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from perdure.core.errors import LifecycleError
 from perdure.core.ids import GroupId, IncarnationNumber
 from perdure.core.record_types import EvictionReason, GroupOutcome
-from perdure.core.records import Collect, ControlRecord, UpdateFailed
+from perdure.core.records import (
+    Collect,
+    ControlRecord,
+    UpdateFailed,
+)
 from perdure.experience.fold import Placed, fold, rewound
 from perdure.experience.state import ExperienceState
 

@@ -19,6 +19,12 @@ from log_cases import keys_of
 
 from perdure.core.clock import ManualClock
 from perdure.core.errors import LifecycleError
+from perdure.core.experience_records import (
+    Partials,
+    SessionRestarted,
+    SessionsDone,
+    ToolResult,
+)
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
 from perdure.core.record_types import DECISION_TYPES, EvictionReason, GroupOutcome
@@ -26,11 +32,7 @@ from perdure.core.records import (
     Checkpointed,
     Collect,
     ControlRecord,
-    Partials,
-    SessionRestarted,
-    SessionsDone,
     Taken,
-    ToolResult,
 )
 from perdure.experience import (
     ExperienceStore,

@@ -20,9 +20,9 @@ from remote_cases import (
     start_store,
 )
 
+from perdure.core.experience_records import GroupSettled
 from perdure.core.ids import GroupId
 from perdure.core.record_types import GroupOutcome
-from perdure.core.records import GroupSettled
 from perdure.experience import RemoteOptions
 from perdure.experience.columns import trajectory_columns
 from perdure.experience.remote.frames import FrameType, make_frame, number_frame, parse_frame

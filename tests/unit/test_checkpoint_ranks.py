@@ -270,7 +270,7 @@ def test_a_save_and_a_stop_may_be_asked_of_any_rank() -> None:
     def stop(script: RankScript, step: int) -> None:
         abreast.wait(TIMEOUT_S)
         if step == 11 and script.place.rank == 2:
-            script.engine._signals.stop_requested_s = time.monotonic()
+            script.engine._requests.signals.stop_requested_s = time.monotonic()
 
     ended = run_ranks(storage, 3, total=14, each=stop, save=every(steps=100))
     assert all(isinstance(end, SystemExit) and end.code == 143 for end in ended), ended

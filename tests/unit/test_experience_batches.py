@@ -14,10 +14,10 @@ import pytest
 from perdure.core.clock import ManualClock, SystemClock
 from perdure.core.errors import LifecycleError, TrainingError
 from perdure.core.events import ignore_events
+from perdure.core.experience_records import GroupSettled
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, PolicyVersion, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome, StopReason
-from perdure.core.records import GroupSettled
 from perdure.core.rollout_api import GenerationChunk, GenerationRequest, SamplingParams
 from perdure.core.trajectories import Segment
 from perdure.experience import (

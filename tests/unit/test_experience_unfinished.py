@@ -11,10 +11,10 @@ import pytest
 
 from perdure.core.clock import ManualClock
 from perdure.core.errors import DamagedError, LifecycleError
+from perdure.core.experience_records import ToolResult
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GroupId, LogPosition, PolicyVersion, SessionId
 from perdure.core.record_types import GroupOutcome
-from perdure.core.records import ToolResult
 from perdure.core.trajectories import PartialDelta, Segment, SessionPrefix
 from perdure.experience import (
     Begun,

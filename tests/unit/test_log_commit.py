@@ -29,6 +29,7 @@ from log_cases import (
 
 from perdure.core.clock import ManualClock, SystemClock
 from perdure.core.errors import FencedError, StorageError
+from perdure.core.experience_records import GroupSettled, SessionsDone
 from perdure.core.faults import (
     FaultAction,
     FaultPlan,
@@ -39,7 +40,7 @@ from perdure.core.faults import (
 )
 from perdure.core.ids import GroupId, LogPosition
 from perdure.core.record_types import GroupOutcome
-from perdure.core.records import Closed, GroupSettled, SessionsDone
+from perdure.core.records import Closed
 from perdure.core.storage_api import Storage
 from perdure.experience.claims import Claim
 from perdure.experience.entries import Entry

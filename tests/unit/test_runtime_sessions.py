@@ -12,9 +12,9 @@ from agent_cases import CountingTool, Lives
 from perdure.agents.loops import ToolAgent
 from perdure.core.agent_api import ToolError, ToolKind
 from perdure.core.errors import EngineLostError, InfrastructureError
+from perdure.core.experience_records import ToolResult
 from perdure.core.ids import GroupId, PolicyVersion, SessionId
 from perdure.core.record_types import StopReason
-from perdure.core.records import ToolResult
 from perdure.core.rollout_api import GenerationRequest, SamplingParams
 from perdure.experience import GroupState
 from perdure.runtime.sessions import SessionRules

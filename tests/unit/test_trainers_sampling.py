@@ -15,10 +15,10 @@ from drill_tools import RECIPE, Events
 from perdure.config import load_config
 from perdure.core.clock import ManualClock
 from perdure.core.errors import TrainingError
+from perdure.core.experience_records import GroupSettled
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId, IncarnationNumber, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
-from perdure.core.records import GroupSettled
 from perdure.experience import (
     ExperienceStore,
     FinishedSession,

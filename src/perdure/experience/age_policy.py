@@ -10,9 +10,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from perdure.core.experience_records import Submitted
 from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason
-from perdure.core.records import Submitted
 from perdure.experience.prompt_group import Group
 from perdure.experience.state import ExperienceState
 

@@ -8,8 +8,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from perdure.core.experience_records import (
+    GroupSettled,
+    Partials,
+    SessionsDone,
+)
 from perdure.core.ids import LogPosition
-from perdure.core.records import ControlRecord, GroupSettled, Partials, SessionsDone
+from perdure.core.records import ControlRecord
 from perdure.experience.entries import Entry, PreparedEntry, prepare_entry
 from perdure.experience.payloads import Payload
 from perdure.experience.state import ExperienceState

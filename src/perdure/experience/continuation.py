@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from perdure.core.errors import LifecycleError
+from perdure.core.experience_records import ToolResult
 from perdure.core.ids import PolicyVersion, SessionId
-from perdure.core.records import ToolResult
 from perdure.core.trajectories import PartialDelta, SessionPrefix
 from perdure.experience.appender import Appender
 from perdure.experience.groups import GroupTable

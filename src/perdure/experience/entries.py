@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from perdure.core.experience_records import (
+    GroupSettled,
+    Partials,
+    SessionsDone,
+)
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
-from perdure.core.records import ControlRecord, GroupSettled, Partials, SessionsDone
+from perdure.core.records import ControlRecord
 from perdure.experience.columns import LooseTrajectories, joined_columns
 from perdure.experience.format import prepare_record, prepare_referring_record
 from perdure.experience.packed import PackedTrajectories

@@ -11,9 +11,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from perdure.core.errors import TrainingError
+from perdure.core.experience_records import SessionsDone
 from perdure.core.ids import IncarnationNumber, PayloadRef, PolicyVersion
 from perdure.core.record_types import StopReason
-from perdure.core.records import SessionsDone
 from perdure.core.trajectories import Array, Trajectory
 from perdure.experience import entries
 from perdure.experience.columns import (

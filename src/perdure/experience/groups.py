@@ -12,16 +12,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from perdure.core.errors import LifecycleError
-from perdure.core.ids import GroupId, PolicyVersion, SessionId
-from perdure.core.record_types import EvictionReason, GroupOutcome
-from perdure.core.records import (
-    Evicted,
+from perdure.core.experience_records import (
     GroupSettled,
-    Refilled,
     SessionRestarted,
     Submitted,
     ToolResult,
 )
+from perdure.core.ids import GroupId, PolicyVersion, SessionId
+from perdure.core.record_types import EvictionReason, GroupOutcome
+from perdure.core.records import Evicted, Refilled
 from perdure.experience.changes import ChangeFeed, GroupChanges
 from perdure.experience.lifecycle import OPEN, GroupEvent, GroupState, advance
 from perdure.experience.prompt_group import Group, Retired, SessionBatch

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from perdure.core.errors import LifecycleError
+from perdure.core.experience_records import Submitted, ToolResult
 from perdure.core.ids import GlobalStep, GroupId, SessionId
-from perdure.core.records import Checkpointed, Submitted, ToolResult
+from perdure.core.records import Checkpointed
 from perdure.core.trajectories import RewardedGroup, SessionPrefix, Trajectory
 from perdure.experience.appender import Appender
 from perdure.experience.changes import GroupChanges

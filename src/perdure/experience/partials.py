@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.core.errors import DamagedError
+from perdure.core.experience_records import Partials
 from perdure.core.ids import GroupId, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, Stream
-from perdure.core.records import Partials
 from perdure.core.trajectories import (
     Array,
     PartialDelta,

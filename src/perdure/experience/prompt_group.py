@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from perdure.core.experience_records import (
+    SessionsDone,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.ids import PayloadRef, PolicyVersion, SessionId
-from perdure.core.records import SessionsDone, Submitted, ToolResult
 from perdure.experience.lifecycle import GroupState
 from perdure.experience.unfinished import Unfinished
 

@@ -6,15 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from perdure.core.errors import DamagedError
+from perdure.core.experience_records import Partials, SessionsDone
 from perdure.core.ids import IncarnationNumber, LogPosition, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_codec import record_from_fields
 from perdure.core.record_types import RecordType, Stream
 from perdure.core.records import (
     ControlRecord,
     IncarnationStarted,
-    Partials,
     Published,
-    SessionsDone,
     is_void,
 )
 from perdure.core.storage_api import Storage

@@ -11,6 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from perdure.core.errors import LifecycleError
+from perdure.core.experience_records import (
+    GroupSettled,
+    Partials,
+    SessionRestarted,
+    SessionsDone,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.ids import (
     GlobalStep,
     GroupId,
@@ -29,20 +37,14 @@ from perdure.core.records import (
     ControlRecord,
     Evaluated,
     Evicted,
-    GroupSettled,
     IncarnationStarted,
-    Partials,
     PhaseStep,
     Published,
     Redone,
     Refilled,
     SegmentOpened,
-    SessionRestarted,
-    SessionsDone,
     StepDone,
-    Submitted,
     Taken,
-    ToolResult,
     UpdateFailed,
 )
 from perdure.experience.entries import Entry

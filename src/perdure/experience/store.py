@@ -12,6 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
 from perdure.core.errors import LifecycleError
+from perdure.core.experience_records import (
+    GroupSettled,
+    Partials,
+    SessionRestarted,
+    SessionsDone,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.ids import (
     GlobalStep,
     GroupId,
@@ -27,16 +35,10 @@ from perdure.core.records import (
     Collect,
     ControlRecord,
     Evicted,
-    GroupSettled,
     IncarnationStarted,
-    Partials,
     Refilled,
     SegmentOpened,
-    SessionRestarted,
-    SessionsDone,
-    Submitted,
     Taken,
-    ToolResult,
 )
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import PartialDelta, Trajectory

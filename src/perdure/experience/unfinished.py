@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from perdure.core.errors import LifecycleError
+from perdure.core.experience_records import (
+    Partials,
+    SessionRestarted,
+    ToolResult,
+)
 from perdure.core.ids import PayloadRef, PolicyVersion, SessionId
-from perdure.core.records import Partials, SessionRestarted, ToolResult
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from typing import NoReturn
 
+from perdure.core.experience_records import GroupSettled, ToolResult
 from perdure.core.ids import SessionId
-from perdure.core.records import GroupSettled, ToolResult
 from perdure.experience import ExperienceStore, FinishedSession
 from perdure.runtime.acknowledge import everything_acknowledged
 from perdure.runtime.trajectory_builder import TrajectoryBuilder

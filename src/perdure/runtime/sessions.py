@@ -10,10 +10,14 @@ from functools import partial
 from perdure.agents.loops import SingleTurn
 from perdure.core.agent_api import AgentLoop
 from perdure.core.errors import InfrastructureError
+from perdure.core.experience_records import (
+    GroupSettled,
+    Submitted,
+    ToolResult,
+)
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import SessionId
 from perdure.core.record_types import GroupOutcome, StopReason
-from perdure.core.records import GroupSettled, Submitted, ToolResult
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
 from perdure.core.trajectories import Trajectory
 from perdure.experience import Begun, ExperienceStore, FinishedSession, OpenGroup

@@ -25,8 +25,8 @@ from perdure.core.agent_api import (
     ToolKind,
 )
 from perdure.core.errors import InfrastructureError
+from perdure.core.experience_records import ToolResult
 from perdure.core.ids import SessionId
-from perdure.core.records import ToolResult
 
 _MAX_JOURNALED = 2**16
 """Characters of a result; the log keeps them for as long as the run."""

@@ -20,12 +20,12 @@ from perdure.core.faults import NoFaults
 from perdure.runtime.remote import Remote, RemotePlan
 from perdure.standalone import refusals
 from perdure.standalone.checks import check_mirrors, check_restored
+from perdure.standalone.loop_requests import LoopRequests
 from perdure.standalone.options import GRACE_S, RANK_TIMEOUT_S, EngineOptions, require_valid
 from perdure.standalone.policy import SavePolicy, SaveTrigger, every, whole
 from perdure.standalone.ranks import Safety, team_of, warn_of_regrouping
 from perdure.standalone.registration import Mirror, PartOptions, Parts
 from perdure.standalone.run import open_run
-from perdure.standalone.signals import SignalRequests
 from perdure.standalone.world import OpenRun, RestoredFrom, Restoring, World, log_event
 from perdure.storage import PosixStorage
 
@@ -89,12 +89,10 @@ class CheckpointEngine:
         self._policy = save or every(minutes=20)
         self._options = options
         self._parts = Parts(required, options.get("accept_changes", ()), options.get("migrations"))
-        self._signals = SignalRequests(clock)
+        self._requests = LoopRequests(clock)
         self._run: OpenRun | None = None
         self._trigger: SaveTrigger | None = None
-        self._save_requested = False
         self._started_before = False
-        self._stop_asked = False
         self._leave_by_s: float | None = None
         self._metrics: dict[str, float] = {}
 
@@ -106,7 +104,7 @@ class CheckpointEngine:
     @property
     def stopping(self) -> bool:
         """Whether SIGTERM has come: a long step may be cut short, so that it is saved in time."""
-        return self._signals.stop_requested_s is not None
+        return self._requests.stopping
 
     @property
     def skipped(self) -> int:
@@ -159,7 +157,7 @@ class CheckpointEngine:
 
         A step in progress is never saved in the middle.
         """
-        self._save_requested = True
+        self._requests.save()
 
     def report(self, **metrics: float) -> None:
         """Say how good the state is; the next save carries the newest value of each metric.
@@ -219,7 +217,7 @@ class CheckpointEngine:
         def restored(choice: Choice | None) -> None:
             if choice is None and self._started_before:
                 raise refusals.moved_on(self._world.run_dir)
-            self._set_total(total, change=change_total)
+            self._parts.progress.agree(total, change=change_total, run_dir=self._world.run_dir)
             if choice is None:
                 check_mirrors(self._parts)
             else:
@@ -245,9 +243,8 @@ class CheckpointEngine:
         self._started_before = True
         now_s = self._world.clock.monotonic_s()
         self._trigger = SaveTrigger(self._policy, step=self.step, now_s=now_s)
-        self._signals = SignalRequests(self._world.clock)
-        self._stop_asked, self._leave_by_s = False, None
-        if not self._signals.listen():
+        self._leave_by_s = None
+        if not self._requests.begin():
             self._warn("signals reach the main thread only: SIGTERM will not save this loop")
 
     def complete_step(self) -> None:
@@ -268,7 +265,7 @@ class CheckpointEngine:
         trigger.step_completed(now_s, saving=run.saver.pending > 0)
         team = self._world.team
         if not team.place.leads:
-            self._ask_leader()
+            self._requests.hand_on(team)
         # One rank decides for all of them: saves are made together or not at all.
         match team.tell(lambda: self._decide(run, trigger, now_s)):
             case Safety.STOP:
@@ -308,27 +305,15 @@ class CheckpointEngine:
         """What to do at this safe point."""
         if isinstance(run.saver.last_error, FencedError):
             raise run.saver.last_error
-        asked = self._world.team.asked
-        if self.stopping or asked(Safety.STOP):
-            return Safety.STOP
-        if self.step == self._parts.progress.total:
-            return Safety.SAVE_LAST
-        decision = trigger.decide(self.step, now_s)
-        if decision.warning:
-            self._warn(decision.warning)
-        if asked(Safety.SAVE):
-            self._save_requested = True
-        requested = self._save_requested or self._signals.save_requested
-        return Safety.SAVE if decision.save or requested else Safety.GO_ON
+        last = self.step == self._parts.progress.total
 
-    def _ask_leader(self) -> None:
-        """Hand on what was asked of this rank, once."""
-        if self.stopping and not self._stop_asked:
-            self._stop_asked = True
-            self._world.team.ask(Safety.STOP)
-        if self._save_requested or self._signals.save_requested:
-            self._save_requested = self._signals.save_requested = False
-            self._world.team.ask(Safety.SAVE)
+        def is_due() -> bool:
+            decision = trigger.decide(self.step, now_s)
+            if decision.warning:
+                self._warn(decision.warning)
+            return decision.save
+
+        return self._requests.decide(self._world.team, last=last, is_due=is_due)
 
     def _stage(self, run: OpenRun, trigger: SaveTrigger) -> None:
         started_s = self._world.clock.monotonic_s()
@@ -337,7 +322,7 @@ class CheckpointEngine:
         if not staged:
             trigger.skipped(self.step, ended_s)
             return
-        self._save_requested = self._signals.save_requested = False
+        self._requests.saved()
         self._metrics.clear()
         trigger.saved(self.step, started_s=started_s, ended_s=ended_s)
 
@@ -347,7 +332,7 @@ class CheckpointEngine:
     def _save_and_stop(self, run: OpenRun) -> NoReturn:
         """Save within what is left of the grace period, hand the signal on, and leave the loop."""
         # It may be another rank that was asked.
-        asked_s = self._signals.stop_requested_s
+        asked_s = self._requests.signals.stop_requested_s
         self._leave_by_s = self._grace_end_s(
             self._world.clock.monotonic_s() if asked_s is None else asked_s
         )
@@ -374,16 +359,16 @@ class CheckpointEngine:
         kept = "is saved" if saved else "is NOT saved, the checkpoint before it stays"
         self._warn(f"SIGTERM: step {self.step} {kept}; start the same script again to go on")
         if self.stopping:
-            self._signals.hand_on()
+            self._requests.signals.hand_on()
         raise SystemExit(StoppedError.exit_code)
 
     def _end(self, *, finished: bool) -> None:
         run, self._run = self._run, None
-        if run is None or self._signals.forked:
+        if run is None or self._requests.signals.forked:
             # A worker forked inside the loop leaves it: the run is its parent's.
             return
-        self._signals.put_back()
-        asked_s, leave_by_s = self._signals.stop_requested_s, self._leave_by_s
+        self._requests.signals.put_back()
+        asked_s, leave_by_s = self._requests.signals.stop_requested_s, self._leave_by_s
         if leave_by_s is None and asked_s is not None:
             leave_by_s = self._grace_end_s(asked_s)
         try:
@@ -392,26 +377,15 @@ class CheckpointEngine:
             else:
                 run.abandon("left the loop", deadline_s=leave_by_s)
         finally:
-            self._signals.make_up_for()
+            self._requests.signals.make_up_for()
 
     def _grace_end_s(self, asked_s: float) -> float:
         return asked_s + self._options.get("grace_s", GRACE_S)
 
-    def _set_total(self, total: int | None, *, change: bool) -> None:
-        progress = self._parts.progress
-        known = progress.total
-        if total is None and not known:
-            raise refusals.no_total()
-        if total is not None and known and total != known and not change:
-            raise refusals.other_total(
-                self._world.run_dir, total=total, known=known, step=progress.step
-            )
-        progress.total = known if total is None else total
-
     def _started(self) -> tuple[OpenRun, SaveTrigger]:
         if self._run is None or self._trigger is None:
             raise refusals.not_opened()
-        if self._signals.forked:
+        if self._requests.signals.forked:
             raise refusals.forked(self._world.run_dir)
         return self._run, self._trigger
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from perdure.core.components import (
     Versioned,
 )
 from perdure.core.errors import ConfigError, PerdureError
-from perdure.standalone import tree
+from perdure.standalone import refusals, tree
 
 _SHOWN = 3
 """Differences that a message lists."""
@@ -255,6 +256,19 @@ class Progress:
         self.step = 0
         self.total = 0
         """0 as long as nobody has said how many."""
+
+    def agree(self, total: int | None, *, change: bool, run_dir: Path) -> None:
+        """Take the number of steps that a script asks for; None: the one that was saved.
+
+        Raises:
+            ConfigError: Nobody has said how many, or another number was saved and not ``change``.
+        """
+        known = self.total
+        if total is None and not known:
+            raise refusals.no_total()
+        if total is not None and known and total != known and not change:
+            raise refusals.other_total(run_dir, total=total, known=known, step=self.step)
+        self.total = known if total is None else total
 
     def state(self) -> ComponentState:
         return ComponentState(values={"step": self.step, "total": self.total})

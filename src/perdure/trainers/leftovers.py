@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
+from perdure.core.experience_records import GroupSettled, SessionRestarted
 from perdure.core.ids import GlobalStep, GroupId, PolicyVersion
 from perdure.core.record_types import EvictionReason, GroupOutcome
-from perdure.core.records import ControlRecord, Evicted, GroupSettled, SessionRestarted
+from perdure.core.records import ControlRecord, Evicted
 from perdure.runtime.acknowledge import acknowledged
 from perdure.trainers.context import TrainContext
 

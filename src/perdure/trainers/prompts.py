@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from perdure.core.experience_records import Submitted
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.core.records import Submitted
 from perdure.trainers.context import TrainContext
 
 MAX_REFILL_ROUNDS = 10

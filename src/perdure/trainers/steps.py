@@ -13,7 +13,11 @@ from typing import Protocol
 from perdure.core.errors import TrainingError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GlobalStep, GroupId, LogPosition, OptimizerStep, UpdateId
-from perdure.core.records import Published, StepDone, UpdateFailed
+from perdure.core.records import (
+    Published,
+    StepDone,
+    UpdateFailed,
+)
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import Decision, decide
 from perdure.runtime.acknowledge import acknowledged

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from perdure.core.clock import Clock
 from perdure.core.errors import FencedError, StorageError
+from perdure.core.experience_records import GroupSettled
 from perdure.core.ids import IncarnationNumber, LogPosition
-from perdure.core.records import GroupSettled
 from perdure.experience.finished import FinishedSession
 from perdure.experience.remote.frames import (
     MALFORMED,

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
+from perdure.core.experience_records import GroupSettled, SessionsDone
 from perdure.core.ids import GroupId, PolicyVersion, SessionId
 from perdure.core.record_codec import record_fields, record_from_fields
 from perdure.core.record_types import RecordType, StopReason
-from perdure.core.records import GroupSettled, SessionsDone
 from perdure.core.trajectories import Array
 from perdure.experience.columns import IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
 from perdure.experience.finished import (
