@@ -131,6 +131,33 @@ def test_nothing_ends_while_another_engine_is_on_its_way_back() -> None:
     assert drive(scenario).events[-1] == "engine_replaced b"
 
 
+def test_an_engine_in_quarantine_is_asked_again_when_nobody_else_serves() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper) -> None:
+        keeper.failures = 2
+        pool.quarantine("b", "was late")
+        keeper.built[0].die()
+        await settle(lambda: "engine_not_replaced a" in keeper.events)
+        assert states(pool) == {"lost", "serving"}
+        chunks = [chunk async for chunk in pool.generate(request_of())]
+        assert sum(len(chunk.token_ids) for chunk in chunks) == len(expected(request_of()))
+
+    drive(scenario)
+
+
+def test_engines_that_refuse_for_good_end_it_when_nobody_else_is_left() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper) -> None:
+        keeper.failures = 2
+        pool.quarantine("b", "was late")
+        keeper.built[1].wrong_digest = True
+        keeper.built[0].die()
+        await settle(lambda: "engine_not_replaced a" in keeper.events)
+        await asyncio.sleep(0.01)
+
+    with pytest.raises(ExceptionGroup) as raised:
+        drive(scenario)
+    assert raised.group_contains(EngineLostError, match="the last engine, 'a'.*b quarantined")
+
+
 def test_an_engine_that_comes_to_a_closed_pool_is_closed() -> None:
     async def scenario(pool: EnginePool, keeper: Keeper) -> None:
         keeper.held = "b"

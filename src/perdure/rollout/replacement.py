@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 
 from perdure.core.errors import EngineLostError
 from perdure.core.events import EventSink, ignore_events
 from perdure.core.rollout_api import RolloutEngine
+from perdure.rollout.embedded import NO_VERSION
 from perdure.rollout.members import MemberState
 from perdure.rollout.options import ReplacementOptions
 from perdure.rollout.pool import EnginePool
+
+_IDLE = (MemberState.QUARANTINED, MemberState.LOST)
 
 
 class Replacements:
@@ -49,7 +53,7 @@ class Replacements:
         """Replace what gets lost. Runs until cancelled; half-started engines are closed then.
 
         Raises:
-            EngineLostError: All engines are lost, and the budget of each is spent.
+            EngineLostError: Engines are lost, the budget of each is spent, and nobody else serves.
             RuntimeError: The pool was closed.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -57,15 +61,30 @@ class Replacements:
                 name = await self._pool.next_loss()
                 reason = {each.name: each.reason for each in self._pool.describe()}.get(name, "")
                 self._events("engine_lost", {"engine": name, "reason": reason})
-                if self._names is None or name in self._names:
-                    tasks.create_task(self._replace(name, reason))
+                tasks.create_task(self._make_good(name, reason))
+
+    async def _make_good(self, name: str, reason: str) -> None:
+        """Let who is left serve if need be, and replace the lost one."""
+        await self._readmit()
+        if self._names is None or name in self._names:
+            await self._replace(name, reason)
+
+    async def _readmit(self) -> None:
+        """If nobody serves, offer the current weights again to those who have not acknowledged."""
+        if any(each.state not in _IDLE for each in self._pool.describe()):
+            return
+        for each in self._pool.describe():
+            if each.state is MemberState.QUARANTINED:
+                # It may be lost meanwhile: then its own loss is told.
+                with contextlib.suppress(EngineLostError):
+                    await self._catch_up(each.name)
 
     async def _replace(self, name: str, reason: str) -> None:
         began_s = asyncio.get_running_loop().time()
         engine = None
         while engine is None:
             if not await self._may_try(name):
-                self._give_up(name, reason)
+                await self._give_up(name, reason)
                 return
             try:
                 engine = await self._build(name)
@@ -76,9 +95,9 @@ class Replacements:
         except BaseException:
             await engine.close()
             raise
-        await self._catch_up(name)
+        serves = await self._catch_up(name)
         seconds = asyncio.get_running_loop().time() - began_s
-        self._events("engine_replaced", {"engine": name, "seconds": seconds})
+        self._events("engine_replaced", {"engine": name, "seconds": seconds, "serves": serves})
 
     async def _may_try(self, name: str) -> bool:
         """Wait as long as the tries so far ask for; False: the budget is spent."""
@@ -94,16 +113,16 @@ class Replacements:
         spent.append(loop.time())
         return True
 
-    def _give_up(self, name: str, reason: str) -> None:
+    async def _give_up(self, name: str, reason: str) -> None:
         self._events("engine_not_replaced", {"engine": name, "reason": reason})
         self._given_up.add(name)
-        # Another one that is lost too may be on its way back.
-        if all(
-            each.state is MemberState.LOST and each.name in self._given_up
-            for each in self._pool.describe()
-        ):
+        await self._readmit()
+        # A lost one may be on its way back, and a new one waits for its first weights.
+        left = [each for each in self._pool.describe() if each.name not in self._given_up]
+        if all(e.state is MemberState.QUARANTINED and e.version != NO_VERSION for e in left):
+            others = "".join(f"; {each}" for each in left)
             raise EngineLostError(
-                f"the last engine, {name!r}, is lost: {reason}",
+                f"the last engine, {name!r}, is lost: {reason}{others}",
                 where="engine pool",
                 rule=f"max_replacements = {self._options.max_replacements} "
                 f"within {self._options.window_s:g} s",
