@@ -83,6 +83,19 @@ def test_batches_that_run_ahead_are_held_too() -> None:
     assert needs("colocate_async", 3) == 4 * needs("colocate_async", 0)
 
 
+def test_engines_in_processes_of_their_own_are_counted() -> None:
+    def needs(*overrides: str) -> int:
+        config = load_config(RunConfig, RECIPE, overrides)
+        task = make_task(config.task, config.seed)
+        return {need.field: need.at_least for need in step_needs(config, task)}["rollout.engines"]
+
+    assert needs() == needs("mode=colocate_async") == 0
+    one = needs("mode=separate_async")
+    assert one > 200 * 2**20
+    assert needs("mode=separate_async", "rollout.engines=3") == 3 * one
+    assert needs("mode=separate_async", "rollout.slots=1000") > one
+
+
 def test_the_anchor_is_a_second_copy_of_the_policy() -> None:
     def held(*overrides: str) -> int:
         config = load_config(RunConfig, RECIPE, overrides)

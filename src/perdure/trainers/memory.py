@@ -1,4 +1,4 @@
-"""Whether a step fits into memory, estimated before a run is made."""
+"""Whether a run fits into memory, estimated before it is made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from perdure.core.errors import ConfigError
 from perdure.core.events import EventSink
 from perdure.models import parameter_count
 from perdure.tasks.api import Task
-from perdure.trainers.assembly import WEIGHT_BYTES, model_shape
+from perdure.trainers.assembly import WEIGHT_BYTES, engine_options, model_shape
 from perdure.trainers.config import RunConfig
 
 SESSION_BYTES = 4096
@@ -23,6 +23,9 @@ ROLLOUT_TOKEN_BYTES = 9
 """A token as it was sampled: id, log-probability, mask."""
 UPDATE_TOKEN_BYTES = 63
 """A token of a local update, padding included: ids, indexes, masks, and the learner's signals."""
+
+ENGINE_BYTES = 220 * 2**20
+"""What a process with an engine has for itself before it holds weights (measured, torch 2.13)."""
 
 LIMIT_FILES = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -54,8 +57,8 @@ class Need:
     """Settings that lower it."""
 
 
-def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need, Need]:
-    """What a global step, a step of the warm start and the policy anchor hold."""
+def step_needs(config: RunConfig, task: Task) -> tuple[Need, ...]:
+    """What a step, a step of the warm start, the policy anchor and engine processes hold."""
     trainer, supervised = config.trainer, config.learner.supervised
     batch = trainer.train_batch_size * config.rollout.sessions_per_group
     ahead = 0 if config.mode == "sync" else config.sampler.num_warmup_batches
@@ -82,6 +85,7 @@ def step_needs(config: RunConfig, task: Task) -> tuple[Need, Need, Need]:
             smaller="learner.supervised.batch_size",
         ),
         _anchor_need(config, task),
+        _engines_need(config, task),
     )
 
 
@@ -99,11 +103,26 @@ def _anchor_need(config: RunConfig, task: Task) -> Need:
     )
 
 
+def _engines_need(config: RunConfig, task: Task) -> Need:
+    """Engines in processes of their own: each has an interpreter, the weights and a cache."""
+    count = config.rollout.engines if config.mode == "separate_async" else 0
+    shape, options = model_shape(config, task), engine_options(config, task)
+    cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * options.max_tokens * options.slots
+    held = ENGINE_BYTES + (parameter_count(shape) + cached) * WEIGHT_BYTES
+    return Need(
+        "rollout.engines",
+        config.rollout.engines,
+        at_least=count * held,
+        at_most=count * held,
+        smaller="rollout.engines, rollout.slots or model",
+    )
+
+
 def require_memory(config: RunConfig, task: Task, *, memory: Memory | None = None) -> None:
     """Refuse what cannot fit, however short the answers are.
 
     Raises:
-        ConfigError: A step holds more than the machine has.
+        ConfigError: Something needs more than the machine has.
     """
     memory = memory or machine_memory()
     for need in step_needs(config, task):
@@ -111,8 +130,7 @@ def require_memory(config: RunConfig, task: Task, *, memory: Memory | None = Non
             raise ConfigError(
                 f"{need.field} = {need.value} needs {need.at_least / _GIB:.1f} GiB or more",
                 where="memory",
-                rule=f"a step is held in memory until it is trained, and there are"
-                f" {memory.total / _GIB:.1f} GiB",
+                rule=f"it is held in memory at once, and there are {memory.total / _GIB:.1f} GiB",
                 way_out=f"start a run with a smaller {need.smaller}, or use a machine with more"
                 " memory",
             )
