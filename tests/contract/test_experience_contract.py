@@ -15,7 +15,7 @@ import pytest
 from perdure.core.clock import SystemClock
 from perdure.core.faults import NoFaults
 from perdure.core.ids import GlobalStep, GroupId
-from perdure.core.records import EvictionReason, GroupOutcome
+from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.storage_api import Storage
 from perdure.experience import (
     AgePolicy,
