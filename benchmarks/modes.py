@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "simulation"))
+sys.path[:0] = [str(ROOT / "tests" / "simulation"), str(ROOT / "tests")]
 
 from fakes import EngineTraits, FakeEngine  # noqa: E402
 from scenarios import Scenario  # noqa: E402
