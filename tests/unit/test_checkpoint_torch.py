@@ -245,6 +245,40 @@ def test_a_bfloat16_module_is_restored_exactly() -> None:
     assert torch.equal(module.weight, empty.weight)
 
 
+LARGE: dict[str, Callable[[], torch.Tensor]] = {
+    "float32": lambda: torch.randn(300, 301),
+    "bfloat16": lambda: torch.randn(300, 301).bfloat16(),
+    "a parameter": lambda: torch.nn.Parameter(torch.randn(300, 301)),
+    "turned": lambda: torch.randn(300, 301).T,
+    "every other row": lambda: torch.randn(600, 301)[::2],
+    "complex": lambda: torch.randn(300, 301, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(300, 301, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(300, 301, dtype=torch.complex64).conj().imag,
+    "made for inference": lambda: _for_inference(),
+}
+
+
+def _for_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(300, 301)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", sorted(LARGE))
+def test_large_tensors_are_copied_as_they_are(kind: str, threads: int) -> None:
+    tensor, small = LARGE[kind](), torch.randn(3)
+    layout = plan({"f": {"t": spec_of(tensor), "small": spec_of(small)}})
+    arena, before = Arena(), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        arena.fill(layout, {"f": {"t": tensor, "small": small}})
+    finally:
+        torch.set_num_threads(before)
+    stored = safetensors.torch.load(bytes(arena.file_bytes(layout.images[0])))
+    assert torch.equal(stored["t"], tensor)
+    assert torch.equal(stored["small"], small)
+
+
 def test_non_contiguous_and_sparse_tensors() -> None:
     turned = torch.arange(6.0).reshape(2, 3).T
     layout = plan({"f": {"t": spec_of(turned)}})

@@ -29,6 +29,7 @@ DTYPE_BY_CODE = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
+_LARGE_BYTES = 64 << 10
 _CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
 
 
@@ -61,7 +62,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """
     with torch.no_grad():
         if not on_gpu(sources):
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+            _copy_on_host(targets, sources)
             return
         stream = _side_stream()
         # What the training stream was given comes first; what it is given later waits for nothing.
@@ -70,6 +71,35 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         stream.synchronize()
+
+
+def _copy_on_host(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in zip(targets, sources, strict=True):
+        if _as_bytes(source):
+            np.copyto(_bytes_of(target), _bytes_of(source))
+        else:
+            rest.append((target, source))
+    if rest:
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+            [target for target, _ in rest], [source for _, source in rest]
+        )
+
+
+def _as_bytes(source: torch.Tensor) -> bool:
+    """Whether ``memmove`` copies it sooner than torch: a quarter less, where torch has one thread."""
+    return (
+        torch.get_num_threads() == 1
+        and source.device.type == "cpu"
+        and source.nbytes >= _LARGE_BYTES
+        and source.is_contiguous()
+        and not source.is_conj()
+        and not source.is_neg()
+    )
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def pin(buffer: np.ndarray[Any, Any]) -> None:
