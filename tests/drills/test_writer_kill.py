@@ -47,12 +47,9 @@ class Saving:
             assert any(line.startswith(word) for line in self._lines[after:]), self.errors()
             return len(self._lines)
 
-    def writer(self) -> int | None:
-        """The process that writes; None: there is none any more, a thread writes.
-
-        One that was killed may not have a successor yet.
-        """
-        deadline_s = time.monotonic() + SUCCESSOR_S
+    def writer(self) -> int:
+        """The process that writes. One that was killed may not have a successor yet."""
+        deadline_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline_s:
             children = Path(f"/proc/{self._process.pid}/task").glob("*/children")
             pids = {int(word) for path in children for word in _text(path).split()}
@@ -60,7 +57,7 @@ class Saving:
             if len(alive) == 1:
                 return alive[0]
             time.sleep(0.001)
-        return None
+        raise AssertionError("nobody has replaced the process that was killed")
 
     def __enter__(self) -> Self:
         return self
@@ -124,8 +121,6 @@ def wait_for_temporary(checkpoints: Path) -> None:
         assert time.monotonic() < deadline_s, "no save began"
 
 
-SUCCESSOR_S = 3.0
-"""A killed writer has a successor by then, if it is to have one."""
 COUNTS = [6, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 
 
@@ -156,11 +151,7 @@ def test_the_process_that_writes_is_killed(tmp_path: Path, kills: int) -> None:
         for _ in range(kills):
             before = saving.wait_for("committed", after=replaced)
             time.sleep(chance.uniform(0.0, 0.05))
-            writer = saving.writer()
-            if writer is None:
-                # One that dies before it has started is replaced by a thread.
-                break
-            os.kill(writer, signal.SIGKILL)
+            os.kill(saving.writer(), signal.SIGKILL)
             replaced = saving.wait_for("lost", after=before)
         assert replaced, "no writer was killed: the drill shows nothing"
         saving.wait_for("committed", after=replaced)

@@ -236,13 +236,32 @@ def test_a_writer_lost_again_and_again_fails_the_save_and_not_the_next(tmp_path:
     rig.engine.close()
 
 
-def test_without_a_process_a_thread_writes(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    rig = Rig(PosixStorage(tmp_path), writer="process")
+DIES_AT_FIRST = """#!/bin/sh
+echo >> {starts}
+[ $(wc -l < {starts}) -gt {deaths} ] || kill -KILL $$
+exec {python} "$@"
+"""
+
+
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_a_writer_that_dies_before_it_has_started_is_replaced_and_after_three_by_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int
+) -> None:
+    python, starts = tmp_path / "python", tmp_path / "starts"
+    python.write_text(DIES_AT_FIRST.format(starts=starts, deaths=deaths, python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    rig = Rig(PosixStorage(tmp_path / "run"), writer="process")
     assert rig.stage(1, must=True)
     assert rig.stage(2, must=True)
-    (event,) = rig.said("checkpoint_writer_lost")
-    assert event["replacement"] == "a thread"
+    replacements = [event["replacement"] for event in rig.said("checkpoint_writer_lost")]
+    if deaths < 3:
+        assert replacements == ["another one"] * deaths
+        assert rig.pid() > 0
+    else:
+        assert replacements == ["another one", "another one", "a thread"]
+        assert len(starts.read_text()) == deaths
+    assert all(rig.engine.verify(one.directory).ok for one in rig.ledger.committed())
     rig.engine.close()
 
 

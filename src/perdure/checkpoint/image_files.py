@@ -26,6 +26,10 @@ WriterKind = Literal["auto", "process", "thread"]
 
 PROCESS_FROM_BYTES = 64 << 20
 """What a checkpoint must weigh before ``auto`` thinks a process of its own worth it."""
+STARTS = 3
+"""Processes in a row that may end before they have answered; then a thread writes for good."""
+_TRIES = 2
+"""How often one file is begun."""
 
 
 class ImageFiles(Protocol):
@@ -130,9 +134,9 @@ class DirectFiles:
 class ProcessFiles:
     """Past the page cache, in a process of its own that shares the arenas.
 
-    A process that dies or hangs is replaced, and what it was doing is done once more; one that
-    cannot even be started is done without. What lies in an arena that is not shared is written
-    by the thread that saves.
+    A process that dies or hangs is replaced, and what it was doing is done once more. If
+    :data:`STARTS` of them in a row have not even started, a thread does without from then on. What
+    lies in an arena that is not shared is written by the thread that saves.
 
     Args:
         storage: The run's storage.
@@ -145,7 +149,7 @@ class ProcessFiles:
         self._direct = DirectFiles(storage)
         self._events = events
         self._process = BulkProcess(stall_s=stall_s)
-        self._usable = True
+        self._not_started = 0
 
     @property
     def pid(self) -> int | None:
@@ -155,15 +159,18 @@ class ProcessFiles:
     def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
         full = str(self._storage.root / path)
         self._direct.giving_up.check()
-        for _ in range(2):
+        begun = 0
+        while begun < _TRIES:
             memory = arena.shared
-            if memory is None or not self._usable:
+            if memory is None or self._not_started == STARTS:
                 return self._direct.write(path, arena, image)
             try:
                 with _refusing("write", path):
                     sums = self._process.write(full, memory, image.arena_offset, image.size)
+                self._not_started = 0
                 return entry_of(image.size, sums)
             except BulkProcessLost as lost:
+                begun += lost.started
                 self._lost(lost)
                 # Whoever may still write to it has lost its name.
                 self._storage.remove(path)
@@ -172,7 +179,7 @@ class ProcessFiles:
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         path = f"{root}/{file}"
         full = str(self._storage.root / path)
-        for _ in range(2):
+        for _ in range(_TRIES):
             if self._process.pid is None or not has_size(self._storage, path, entry):
                 return self._direct.check(root, file, entry)
             try:
@@ -193,8 +200,8 @@ class ProcessFiles:
 
     def _lost(self, lost: BulkProcessLost) -> None:
         self._direct.giving_up.check()
-        self._usable = lost.started
-        replacement = "another one" if lost.started else "a thread"
+        self._not_started = 0 if lost.started else self._not_started + 1
+        replacement = "a thread" if self._not_started == STARTS else "another one"
         self._events("checkpoint_writer_lost", {"reason": str(lost), "replacement": replacement})
 
 
