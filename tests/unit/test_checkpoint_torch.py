@@ -245,6 +245,11 @@ def test_a_bfloat16_module_is_restored_exactly() -> None:
     assert torch.equal(module.weight, empty.weight)
 
 
+def _for_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.randn(300, 301)
+
+
 LARGE: dict[str, Callable[[], torch.Tensor]] = {
     "float32": lambda: torch.randn(300, 301),
     "bfloat16": lambda: torch.randn(300, 301).bfloat16(),
@@ -254,13 +259,8 @@ LARGE: dict[str, Callable[[], torch.Tensor]] = {
     "complex": lambda: torch.randn(300, 301, dtype=torch.complex64),
     "conjugated": lambda: torch.randn(300, 301, dtype=torch.complex64).conj(),
     "negated": lambda: torch.randn(300, 301, dtype=torch.complex64).conj().imag,
-    "made for inference": lambda: _for_inference(),
+    "made for inference": _for_inference,
 }
-
-
-def _for_inference() -> torch.Tensor:
-    with torch.inference_mode():
-        return torch.randn(300, 301)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
