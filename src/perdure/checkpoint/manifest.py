@@ -28,7 +28,12 @@ LEGACY_FEATURE = "legacy"
 RANKS_FEATURE = "ranks"
 """Required of whoever reads a checkpoint that several ranks have stored together."""
 
-FEATURES: frozenset[str] = frozenset({SEGMENTS_FEATURE, LEGACY_FEATURE, RANKS_FEATURE})
+GROUPED_FEATURE = "grouped"
+"""Required of whoever reads a checkpoint in which components share a tensor file."""
+
+FEATURES: frozenset[str] = frozenset(
+    {SEGMENTS_FEATURE, LEGACY_FEATURE, RANKS_FEATURE, GROUPED_FEATURE}
+)
 """Required features this version understands; a manifest that needs another one is refused."""
 
 CHECKPOINTS = "checkpoints"
@@ -107,6 +112,8 @@ class ComponentEntry:
         legacy_file: Of its pickle; empty if it has none.
         state_file: Of its small values.
         shards: Tensors that ranks have stored in parts.
+        tensor_prefix: Before the names of its tensors in ``tensor_file``, which it shares with
+            others; empty if the file is its own.
     """
 
     kind: Kind
@@ -115,6 +122,7 @@ class ComponentEntry:
     legacy_file: str = ""
     state_file: str = STATE_FILE
     shards: Shards = field(default_factory=dict[str, ShardedTensor])
+    tensor_prefix: str = ""
 
     def encode(self) -> dict[str, Any]:
         """Its part of the manifest."""
@@ -129,6 +137,8 @@ class ComponentEntry:
             fields["state_file"] = self.state_file
         if self.shards:
             fields["shards"] = {name: one.encode() for name, one in self.shards.items()}
+        if self.tensor_prefix:
+            fields["tensor_prefix"] = self.tensor_prefix
         return fields
 
 
@@ -316,4 +326,5 @@ def _parse_component(item: dict[str, Any]) -> ComponentEntry:
         str(item.get("legacy_file", "")),
         str(item.get("state_file", STATE_FILE)),
         {name: ShardedTensor.decode(one) for name, one in item.get("shards", {}).items()},
+        str(item.get("tensor_prefix", "")),
     )

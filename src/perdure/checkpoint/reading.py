@@ -19,6 +19,7 @@ from perdure.checkpoint.layout import FileImage, TensorPlace, TensorSpec, parse_
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     STATE_FILE,
+    ComponentEntry,
     FileEntry,
     Manifest,
     directory_path,
@@ -165,6 +166,7 @@ class CheckpointReader:
         self.manifest = manifest
         self._storage = storage
         self._root = directory_path(manifest.name.directory)
+        self._shared_places = functools.cache(self._read_shared)
 
     def values(self) -> dict[str, dict[str, Any]]:
         """Small values of every component, by name."""
@@ -194,7 +196,7 @@ class CheckpointReader:
         It is the stored file, or what that would be if one rank had stored everything.
         """
         entry = self.manifest.components[component]
-        if not entry.shards:
+        if not entry.shards and not entry.tensor_prefix:
             return iter([self._whole(entry.tensor_file).data] if entry.tensor_file else [])
         stored = self.stored_tensors(component)
         (image,) = plan({component: {name: one.spec for name, one in stored.items()}}).images
@@ -205,10 +207,10 @@ class CheckpointReader:
         entry = self.manifest.components[component]
         found: dict[str, StoredTensor] = {}
         if entry.tensor_file:
-            file = self._open(entry.tensor_file)
-            for start, place in self._places(file):
+            file, places = self._whole_places(entry)
+            for name, (start, place) in places.items():
                 piece = StoredPiece(Box.whole(place.spec.shape), file, start)
-                found[place.name] = StoredTensor(place.spec, (piece,))
+                found[name] = StoredTensor(place.spec, (piece,))
         opened = functools.cache(functools.partial(self._shard_places, component))
         for name, sharded in entry.shards.items():
             pieces: list[StoredPiece] = []
@@ -248,6 +250,29 @@ class CheckpointReader:
             return store.open(component, stored)
         mappings = Mappings(self._storage)
         return [open_segment(one, component=component, mappings=mappings) for one in stored]
+
+    def _whole_places(
+        self, entry: ComponentEntry
+    ) -> tuple[CheckedFile, dict[str, tuple[int, TensorPlace]]]:
+        """The file with a component's whole tensors; name → first byte there, and what it is."""
+        if entry.tensor_prefix:
+            file, components = self._shared_places(entry.tensor_file)
+            if entry.tensor_prefix not in components:
+                raise damaged(file.where, f"no tensor's name begins with {entry.tensor_prefix}")
+            return file, components[entry.tensor_prefix]
+        file = self._open(entry.tensor_file)
+        return file, {place.name: (start, place) for start, place in self._places(file)}
+
+    def _read_shared(
+        self, tensor_file: str
+    ) -> tuple[CheckedFile, dict[str, dict[str, tuple[int, TensorPlace]]]]:
+        """A file of several components: prefix → name → first byte, and what it is."""
+        file = self._open(tensor_file)
+        components: dict[str, dict[str, tuple[int, TensorPlace]]] = {}
+        for start, place in self._places(file):
+            component, colon, name = place.name.partition(":")
+            components.setdefault(component + colon, {})[name] = (start, place)
+        return file, components
 
     def _shard_places(
         self, component: str, rank: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,10 @@ from perdure.core.boxes import Box
 from perdure.core.components import ComponentState, Segmented, Shard
 from perdure.core.errors import ConfigError
 
+GROUP_FROM = 32
+"""Small tensor files that a rank would have to store before it puts them together."""
+SMALL_BYTES = 1 << 20
+SMALL_FILE = "small.safetensors"
 _OF_RANK = re.compile(r"(.+)/rank-([1-9]\d*)")
 
 
@@ -72,14 +77,16 @@ class Share:
     Attributes:
         components: Manifest entries; of shared components without what rank 0 alone stores.
         tensors: File → tensor name → live tensor or part.
-        owners: File → component.
+        owned: Component and its tensors of one file, live.
         states: The states whose small values and pickles this rank stores.
         agreement: Shared component → digest of what must be the same on all ranks.
     """
 
     components: dict[str, ComponentEntry] = field(default_factory=dict[str, ComponentEntry])
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    owners: dict[str, str] = field(default_factory=dict[str, str])
+    owned: list[tuple[str, Mapping[str, Any]]] = field(
+        default_factory=list[tuple[str, Mapping[str, Any]]]
+    )
     states: dict[str, ComponentState] = field(default_factory=dict[str, ComponentState])
     agreement: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -100,6 +107,7 @@ def share_of(
     share = Share()
     for entry in entries:
         _add(share, entry, states[entry.name], place)
+    _group_small(share, place)
     return share
 
 
@@ -131,7 +139,7 @@ def _add(share: Share, entry: Entry, state: ComponentState, place: RankPlace) ->
     ):
         if tensors:
             share.tensors[file] = tensors
-            share.owners[file] = entry.name
+            share.owned.append((entry.name, tensors))
     share.components[entry.name] = ComponentEntry(
         entry.kind,
         entry.component.schema_version,
@@ -142,6 +150,34 @@ def _add(share: Share, entry: Entry, state: ComponentState, place: RankPlace) ->
     )
     if place.size > 1 and not entry.per_rank:
         share.agreement[entry.name] = _digest(state, whole, sharded)
+
+
+def _group_small(share: Share, place: RankPlace) -> None:
+    """Put small tensor files together: each costs a sync and, shipped, requests of its own."""
+    small = {
+        name: entry
+        for name, entry in share.components.items()
+        if entry.tensor_file and _bytes_of(share.tensors[entry.tensor_file]) <= SMALL_BYTES
+    }
+    if len(small) < GROUP_FROM:
+        return
+    together: dict[str, Any] = {}
+    file = SMALL_FILE if place.leads else f"small.{place.rank}-of-{place.size}.safetensors"
+    for name, entry in small.items():
+        # No name of a component has a colon.
+        prefix = f"{name}:"
+        tensors = share.tensors.pop(entry.tensor_file)
+        together |= {prefix + key: tensor for key, tensor in tensors.items()}
+        share.components[name] = replace(entry, tensor_file=file, tensor_prefix=prefix)
+    share.tensors[file] = together
+
+
+def _bytes_of(tensors: Mapping[str, Any]) -> float:
+    """Bytes of all elements; infinite if one is no tensor, which is refused later, by its name."""
+    try:
+        return sum(math.prod(one.shape) * one.dtype.itemsize for one in tensors.values())
+    except AttributeError:
+        return math.inf
 
 
 def state_file(place: RankPlace) -> str:

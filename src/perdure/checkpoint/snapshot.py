@@ -19,6 +19,7 @@ from perdure.checkpoint.layout import ArenaLayout, TensorSpec, plan
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     FORMAT,
+    GROUPED_FEATURE,
     LEGACY_FEATURE,
     RANKS_FEATURE,
     SEGMENTS_FEATURE,
@@ -98,8 +99,8 @@ class Stager:
             if isinstance(entry.component, Segmented)
         }
         layout = self._plan(share.tensors)
-        for path, tensors in share.tensors.items():
-            guard.watch(share.owners[path], tensors)
+        for component, tensors in share.owned:
+            guard.watch(component, tensors)
         manifest = Manifest(
             name=name,
             info=copy.deepcopy(info),
@@ -153,7 +154,12 @@ class Stager:
 
 def _features(share: Share, place: RankPlace) -> tuple[str, ...]:
     legacy = any(entry.legacy_file for entry in share.components.values())
-    return (LEGACY_FEATURE,) * legacy + (RANKS_FEATURE,) * (place.size > 1)
+    grouped = any(entry.tensor_prefix for entry in share.components.values())
+    return (
+        (LEGACY_FEATURE,) * legacy
+        + (RANKS_FEATURE,) * (place.size > 1)
+        + (GROUPED_FEATURE,) * grouped
+    )
 
 
 def _legacy_files(share: Share) -> dict[str, bytes]:
