@@ -1,4 +1,4 @@
-"""A script with many small parts: after ``n`` steps every element is its part's number plus ``n``."""
+"""A script with many small parts: after ``n`` steps each holds its number plus ``n``."""
 
 from __future__ import annotations
 
