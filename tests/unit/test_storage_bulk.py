@@ -123,7 +123,7 @@ def test_checksums_that_end_early_are_no_file(tmp_path: Path, shared: Shared) ->
         bulk.write_image(str(tmp_path / "image"), memory, bulk.CHUNK_BYTES + 1, buffers=read_only)
 
 
-def test_without_a_thread_nothing_is_written(
+def test_without_a_thread_no_more_than_a_chunk_is_written(
     tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(self: threading.Thread) -> None:
@@ -131,8 +131,26 @@ def test_without_a_thread_nothing_is_written(
 
     monkeypatch.setattr(threading.Thread, "start", none_left)
     with memoryview(shared.map) as memory, pytest.raises(OSError, match="new thread"):
-        bulk.write_image(str(tmp_path / "image"), memory, 10)
+        bulk.write_image(str(tmp_path / "image"), memory, bulk.CHUNK_BYTES + 1)
     assert not (tmp_path / "image").exists()
+    with memoryview(shared.map) as memory:
+        sums = bulk.write_image(str(tmp_path / "image"), memory, 10)
+    assert sums == sums_of(shared.map[:10])
+    assert (tmp_path / "image").read_bytes() == shared.map[:10]
+
+
+def test_room_that_is_kept_grows_and_holds_the_file_read_last(
+    tmp_path: Path, shared: Shared
+) -> None:
+    room = bulk.Room()
+    for size in (10, bulk.CHUNK_BYTES + 1, 4097, 0):
+        path = str(tmp_path / str(size))
+        sums = bulk.write_image(path, memoryview(shared.map[:size]), size)
+        assert bulk.check_image(path, size, sums.chunks, room=room) == []
+        if size:
+            with open(path, "r+b") as file:
+                file.write(bytes([shared.map[0] ^ 1]))
+            assert bulk.check_image(path, size, sums.chunks, room=room) == [0]
 
 
 def test_the_process_writes_and_checks_what_lies_in_shared_memory(

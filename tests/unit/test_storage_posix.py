@@ -156,13 +156,30 @@ def test_exclusive_creation_syncs_the_directory_also_when_it_lost(
         assert calls == ["writev", "fdatasync", "link", "unlink", "fsync"]
 
 
-def test_every_level_of_directories_is_synced_even_if_it_exists(
+def test_every_level_of_directories_is_synced_once_even_if_it_exists(
     storage: PosixStorage, calls: list[str]
 ) -> None:
-    for _ in range(2):
+    storage.make_dirs("a/b")
+    for opened, synced in ((PosixStorage(storage.root), ["fsync"]), (storage, [])):
         calls.clear()
-        storage.make_dirs("a/b")
-        assert calls == ["mkdir", "fsync"] * 3
+        opened.make_dirs("a/b")
+        assert calls == ["mkdir", *synced] * 3
+    storage.remove("a")
+    calls.clear()
+    storage.make_dirs("a/b")
+    assert calls == ["mkdir", "mkdir", "fsync", "mkdir", "fsync"]
+
+
+def test_a_directory_whose_sync_failed_is_synced_by_the_next_attempt(
+    storage: PosixStorage, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", _failing(errno.EIO))
+        with pytest.raises(StorageError):
+            storage.make_dirs("a")
+    calls.clear()
+    storage.make_dirs("a")
+    assert calls == ["mkdir", "mkdir", "fsync"]
 
 
 def test_create_append_syncs_the_directory(storage: PosixStorage, calls: list[str]) -> None:

@@ -18,7 +18,7 @@ from perdure.checkpoint.snapshot import Stager
 from perdure.checkpoint.team import Team, Turn, alone, require_agreement
 from perdure.checkpoint.verification import Choice, SegmentCheck, VerifyReport
 from perdure.core.clock import Clock
-from perdure.core.components import Segmented
+from perdure.core.components import is_segmented
 from perdure.core.errors import ConfigError, StorageError
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
@@ -166,7 +166,7 @@ class Checkpointer:
         fresh = {
             entry.name: [one for one in entry.component.sealed() if one.stored is None]
             for entry in self.registry.entries()
-            if isinstance(entry.component, Segmented)
+            if is_segmented(entry.component)
         }
         parts = {name: segments for name, segments in fresh.items() if segments}
         if parts:

@@ -11,7 +11,7 @@ import numpy as np
 
 from perdure.checkpoint.arena import torch_arena
 from perdure.checkpoint.registry import Entry
-from perdure.core.components import Versioned
+from perdure.core.components import is_versioned
 
 
 class ChangeCounter:
@@ -62,7 +62,7 @@ class CopyGuard:
         self._versions = [
             (entry.name, entry.component, entry.component.state_version)
             for entry in entries
-            if isinstance(entry.component, Versioned)
+            if is_versioned(entry.component)
         ]
         self._tensors: list[tuple[str, list[Any], list[int]]] = []
         self._refuse([name for name, _, version in self._versions if version % 2])

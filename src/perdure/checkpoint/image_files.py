@@ -43,6 +43,10 @@ class ImageFiles(Protocol):
         """
         ...
 
+    def write_small(self, path: str, data: bytes) -> FileEntry:
+        """The same for bytes that lie in no arena, and that nobody gives up."""
+        ...
+
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         """What is wrong with a file just written, if anything."""
         ...
@@ -81,6 +85,9 @@ class StorageFiles:
         data = arena.file_bytes(image)
         return append_file(self._storage, path, data, progress=self._giving_up.check)
 
+    def write_small(self, path: str, data: bytes) -> FileEntry:
+        return append_file(self._storage, path, memoryview(data))
+
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         return check_file(self._storage, root, file, entry)
 
@@ -96,17 +103,23 @@ class DirectFiles:
 
     def __init__(self, storage: PosixStorage) -> None:
         self._storage = storage
+        self._room = bulk.Room()
         self.giving_up = GivingUp()
 
     def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
         with _refusing("write", path):
             sums = bulk.write_image(
-                self._full(path),
+                self._storage.full(path),
                 arena.file_blocks(image),
                 image.size,
                 progress=self.giving_up.check,
             )
         return entry_of(image.size, sums)
+
+    def write_small(self, path: str, data: bytes) -> FileEntry:
+        with _refusing("write", path):
+            sums = bulk.write_image(self._storage.full(path), memoryview(data), len(data))
+        return entry_of(len(data), sums)
 
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         path = f"{root}/{file}"
@@ -114,9 +127,10 @@ class DirectFiles:
             return check_file(self._storage, root, file, entry)
         with _refusing("read", path):
             bad = bulk.check_image(
-                self._full(path),
+                self._storage.full(path),
                 entry.bytes,
                 _chunk_sums(entry),
+                room=self._room,
                 progress=self.giving_up.check,
             )
         return _problem(file, bad, entry)
@@ -126,9 +140,6 @@ class DirectFiles:
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _full(self, path: str) -> str:
-        return str(self._storage.root / path)
 
 
 class ProcessFiles:
@@ -157,7 +168,7 @@ class ProcessFiles:
         return self._process.pid
 
     def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
-        full = str(self._storage.root / path)
+        full = self._storage.full(path)
         self._direct.giving_up.check()
         begun = 0
         while begun < _TRIES:
@@ -176,9 +187,12 @@ class ProcessFiles:
                 self._storage.remove(path)
         raise _gave_up(path)
 
+    def write_small(self, path: str, data: bytes) -> FileEntry:
+        return self._direct.write_small(path, data)
+
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         path = f"{root}/{file}"
-        full = str(self._storage.root / path)
+        full = self._storage.full(path)
         for _ in range(_TRIES):
             if self._process.pid is None or not has_size(self._storage, path, entry):
                 return self._direct.check(root, file, entry)

@@ -185,37 +185,38 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Sealed JSON, as written to disk."""
+        if not self.segments:
+            return sealed_json.encode(self._fields())
+        return sealed_json.encode(self._fields(), long={"segments": _packed(self.segments)})
+
+    def check(self) -> None:
+        """Raises ``TypeError`` or ``ValueError`` if it cannot be encoded."""
+        sealed_json.encode(self._fields(), long={})
+
+    def _fields(self) -> dict[str, Any]:
+        """All but the segments, of which there may be hundreds."""
         info, name, position = self.info, self.name, self.info.position
-        segments = {key: [_pack(one) for one in stored] for key, stored in self.segments.items()}
-        return sealed_json.encode(
-            {
-                "format": FORMAT,
-                "features": list(self.features),
-                "name": {
-                    "phase": name.phase,
-                    "step": name.step,
-                    "incarnation": name.incarnation,
-                },
-                "created_wall_s": self.created_wall_s,
-                "position": [position.incarnation, position.segment, position.offset],
-                "clocks": dict(info.clocks),
-                "lineage": dict(info.lineage),
-                "algorithm": info.algorithm,
-                "config_digest": info.config_digest,
-                "dataset_digest": info.dataset_digest,
-                "metrics": dict(info.metrics),
-                "keep": None if info.keep is None else info.keep.encode(),
-                "environment": dict(info.environment),
-                "versions": dict(self.versions),
-                "arena_bytes": self.arena_bytes,
-                "arenas": self.arenas,
-                "components": {key: entry.encode() for key, entry in self.components.items()},
-                "files": {path: entry.encode() for path, entry in self.files.items()},
-                **({"segments": segments} if segments else {}),
-                **({"ranks": self.ranks} if self.ranks > 1 else {}),
-            },
-            indented=not segments,
-        )
+        return {
+            "format": FORMAT,
+            "features": list(self.features),
+            "name": {"phase": name.phase, "step": name.step, "incarnation": name.incarnation},
+            "created_wall_s": self.created_wall_s,
+            "position": [position.incarnation, position.segment, position.offset],
+            "clocks": dict(info.clocks),
+            "lineage": dict(info.lineage),
+            "algorithm": info.algorithm,
+            "config_digest": info.config_digest,
+            "dataset_digest": info.dataset_digest,
+            "metrics": dict(info.metrics),
+            "keep": None if info.keep is None else info.keep.encode(),
+            "environment": dict(info.environment),
+            "versions": dict(self.versions),
+            "arena_bytes": self.arena_bytes,
+            "arenas": self.arenas,
+            "components": {key: entry.encode() for key, entry in self.components.items()},
+            "files": {path: entry.encode() for path, entry in self.files.items()},
+            **({"ranks": self.ranks} if self.ranks > 1 else {}),
+        }
 
 
 def decode_manifest(data: bytes, *, where: str) -> Manifest:
@@ -293,15 +294,21 @@ def _parse(value: dict[str, Any]) -> Manifest:
     )
 
 
-def _pack(segment: StoredSegment) -> dict[str, Any]:
-    return {
-        "path": segment.path,
-        "first": segment.first,
-        "rows": segment.rows,
-        "bytes": segment.bytes,
-        "xxh3_128": segment.checksum,
-        "index_xxh3_128": segment.index_checksum,
-    }
+def _packed(segments: Mapping[str, tuple[StoredSegment, ...]]) -> str:
+    """Canonical JSON, put together by hand: there may be hundreds of them at every save."""
+    fields = (
+        f"{sealed_json.canonical(component)}:[{','.join(map(_packed_one, segments[component]))}]"
+        for component in sorted(segments)
+    )
+    return "{" + ",".join(fields) + "}"
+
+
+def _packed_one(segment: StoredSegment) -> str:
+    return (
+        f'{{"bytes":{segment.bytes},"first":{segment.first},'
+        f'"index_xxh3_128":"{segment.index_checksum}","path":{sealed_json.canonical(segment.path)},'
+        f'"rows":{segment.rows},"xxh3_128":"{segment.checksum}"}}'
+    )
 
 
 def _parse_segment(item: dict[str, Any]) -> StoredSegment:

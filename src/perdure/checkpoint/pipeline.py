@@ -311,7 +311,8 @@ class SavePipeline:
             finally:
                 self._free.append(snapshot.arena)
             manifest = turn.complete(manifest, snapshot.agreement)
-            return manifest, writer.write_manifest(self.storage, manifest, self.faults)
+            digest = writer.write_manifest(self.storage, manifest, self.faults, images=self._images)
+            return manifest, digest
         except (PerdureError, OSError):
             if writing:
                 self._discard(name)

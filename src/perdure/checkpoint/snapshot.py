@@ -29,7 +29,7 @@ from perdure.checkpoint.manifest import (
 from perdure.checkpoint.registry import Entry
 from perdure.checkpoint.shares import ALONE, RankPlace, Share, share_of, state_file
 from perdure.core.clock import Clock
-from perdure.core.components import Segment, Segmented, StoredSegment
+from perdure.core.components import Segment, StoredSegment, is_segmented
 from perdure.core.errors import ConfigError
 from perdure.core.ids import CheckpointName
 
@@ -96,14 +96,15 @@ class Stager:
         segments = {
             entry.name: tuple(entry.component.segments())
             for entry in entries
-            if isinstance(entry.component, Segmented)
+            if is_segmented(entry.component)
         }
         layout = self._plan(share.tensors)
         for component, tensors in share.owned:
             guard.watch(component, tensors)
         manifest = Manifest(
             name=name,
-            info=copy.deepcopy(info),
+            # The experience has its own file; what may be long in it is packed, not copied.
+            info=copy.deepcopy(replace(info, experience={})),
             created_wall_s=self._clock.wall_s(),
             versions=self._versions,
             components=share.components,
@@ -189,7 +190,7 @@ def library_versions() -> Mapping[str, str]:
 
 def _check_encodable(manifest: Manifest) -> None:
     try:
-        manifest.encode()
+        manifest.check()
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot be written to a manifest ({error})",

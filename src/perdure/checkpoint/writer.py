@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import replace
 
-from perdure.checkpoint.image_files import ImageFiles, append_file
+from perdure.checkpoint.image_files import ImageFiles
 from perdure.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -66,7 +66,9 @@ def write_files(
     return replace(snapshot.manifest, files=files)
 
 
-def write_manifest(storage: Storage, manifest: Manifest, faults: FaultHook) -> str:
+def write_manifest(
+    storage: Storage, manifest: Manifest, faults: FaultHook, *, images: ImageFiles
+) -> str:
     """Write the manifest, the last file, durably; returns its digest.
 
     Order: under a temporary name, synced → renamed → directory synced.
@@ -77,7 +79,7 @@ def write_manifest(storage: Storage, manifest: Manifest, faults: FaultHook) -> s
     root = directory_path(manifest.name.directory)
     encoded = manifest.encode()
     temporary = _temporary(f"{root}/{MANIFEST}")
-    append_file(storage, temporary, memoryview(encoded))
+    images.write_small(temporary, encoded)
     faults.reach(FaultPoint.MANIFEST_WRITTEN)
     storage.rename(temporary, f"{root}/{MANIFEST}")
     faults.reach(FaultPoint.MANIFEST_RENAMED)
@@ -100,7 +102,7 @@ def _write_files(
         files[image.path] = images.write(temporary, snapshot.arena, image)
         rename(image.path)
     for path, data in snapshot.small_files.items():
-        files[path] = append_file(storage, _temporary(f"{root}/{path}"), memoryview(data))
+        files[path] = images.write_small(_temporary(f"{root}/{path}"), data)
         rename(path)
     return files
 

@@ -68,7 +68,7 @@ def write_image(
         path: A file that does not exist.
         data: The bytes. For O_DIRECT they are page-aligned and reach up to the next multiple of
             :data:`ALIGNMENT` behind ``size``; otherwise they go through the page cache. With
-            ``buffers`` they need neither.
+            ``buffers`` they need neither. No thread is started for a single chunk.
         size: Bytes of the file.
         buffers: Two or more of :func:`chunk_buffer`: pieces go through them. Copying costs less
             than what a disk needs longer for memory in small pages.
@@ -121,7 +121,8 @@ def _create(
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         direct = _open_direct(path) if source.whole_blocks and size else -1
-        _allocate(descriptor, aligned(size))
+        if source.whole_blocks:
+            _allocate(descriptor, aligned(size))
         for start, blocks in pieces:
             if direct >= 0 and not _write_direct(direct, blocks, start):
                 os.close(direct)
@@ -129,7 +130,8 @@ def _create(
             if direct < 0:
                 _write(descriptor, blocks[: size - start], start)
             progress()
-        os.ftruncate(descriptor, size)
+        if source.whole_blocks:
+            os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:
         for opened in (descriptor, direct):
@@ -173,7 +175,10 @@ class _Source:
 
 
 class _Feed:
-    """Pieces of an image in order. A thread is some of them ahead with the checksums."""
+    """Pieces of an image in order. A thread is some of them ahead with the checksums.
+
+    One piece is not worth a thread.
+    """
 
     def __init__(self, source: _Source, buffers: Sequence[memoryview], step: int) -> None:
         self._source = source
@@ -187,6 +192,13 @@ class _Feed:
         self._failed = ""
         self._whole = xxhash.xxh3_128()
         self._chunks: list[str] = []
+        self._thread: threading.Thread | None = None
+        if source.size <= CHUNK_BYTES:
+            self._run()
+        else:
+            self._start()
+
+    def _start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="checkpoint-hashing")
         try:
             self._thread.start()
@@ -211,7 +223,8 @@ class _Feed:
         """End the thread, wherever it is."""
         self._closed = True
         self._free.put(None)
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def sums(self) -> ImageSums:
         """Those of all pieces."""
@@ -253,8 +266,27 @@ class _Feed:
         self._chunks.append(chunk.hexdigest())
 
 
+class Room:
+    """A buffer that is kept: it grows to what was asked for, to a chunk at most. One thread."""
+
+    def __init__(self, buffer: memoryview | None = None) -> None:
+        self._buffer = memoryview(b"") if buffer is None else buffer
+
+    def for_file(self, size: int) -> memoryview:
+        """Page-aligned room for the chunks of a file of ``size`` bytes, in whole blocks."""
+        wanted = min(CHUNK_BYTES, aligned(size) or ALIGNMENT)
+        if self._buffer.nbytes < wanted:
+            self._buffer = huge_pages(wanted)
+        return self._buffer
+
+
 def check_image(
-    path: str, size: int, chunks: Sequence[str], *, progress: Callable[[], None] = no_progress
+    path: str,
+    size: int,
+    chunks: Sequence[str],
+    *,
+    room: Room | None = None,
+    progress: Callable[[], None] = no_progress,
 ) -> list[int]:
     """Indices of the chunks that the disk, not the page cache, has not as they should be.
 
@@ -262,6 +294,7 @@ def check_image(
         path: The file.
         size: Bytes it should have.
         chunks: xxh3-128 of its chunks.
+        room: What it is read into, if it is to be kept for the next file.
         progress: Called after every chunk.
 
     Raises:
@@ -269,10 +302,10 @@ def check_image(
     """
     bad: list[int] = []
     with open_past_cache(path) as descriptor:
-        room = huge_pages(min(CHUNK_BYTES, aligned(size) or ALIGNMENT))
+        buffer = (room or Room()).for_file(size)
         for index, checksum in enumerate(chunks):
             # An object, not the one-shot function, so that other threads may run meanwhile.
-            piece = read_piece(descriptor, room, index * CHUNK_BYTES, size)
+            piece = read_piece(descriptor, buffer, index * CHUNK_BYTES, size)
             if xxhash.xxh3_128(piece).hexdigest() != checksum:
                 bad.append(index)
             progress()
@@ -379,6 +412,7 @@ class Server:
         self._descriptors: list[int] = []
         self._memories: dict[int, mmap.mmap] = {}
         self._buffers = [chunk_buffer() for _ in range(_BUFFERS)]
+        self._room = Room(self._buffers[0])
 
     def serve(self) -> None:
         """Work until the parent closes the socket or is gone."""
@@ -432,7 +466,9 @@ class Server:
                 )
             return sums._asdict()
         elif kind == "check":
-            bad = check_image(job["path"], job["size"], job["chunks"], progress=self._alive)
+            bad = check_image(
+                job["path"], job["size"], job["chunks"], room=self._room, progress=self._alive
+            )
             return {"bad": bad}
         return {}
 

@@ -39,24 +39,30 @@ class PosixStorage:
 
     def __init__(self, root: Path, *, faults: FaultHook | None = None) -> None:
         self._root = os.path.abspath(root)
+        self._prefix = os.path.join(self._root, "")
         self._faults = NoFaults() if faults is None else faults
+        self._durable: set[str] = set()
+        """Directories whose names this object has synced."""
 
     @property
     def root(self) -> Path:
         return Path(self._root)
+
+    def full(self, path: str) -> str:
+        """Where a path of this storage lies on the disk."""
+        parts = relative_parts(path)
+        return self._prefix + "/".join(parts) if parts else self._root
 
     def make_dirs(self, path: str) -> None:
         with _refusing("create directory", path or self._root):
             self._make_root()
             directory = self._root
             for name in relative_parts(path):
-                parent, directory = directory, os.path.join(directory, name)
-                _make_dir(directory)
-                # Also for an existing one: whoever made it may have died before this sync.
-                _sync_dir(parent)
+                directory = os.path.join(directory, name)
+                self._make_durable(directory)
 
     def create_append(self, path: str) -> PosixAppendFile:
-        full = self._full(path)
+        full = self.full(path)
         with _refusing("create", path, passing=FileExistsError):
             descriptor = os.open(full, _APPEND_FLAGS, _FILE_MODE)
             try:
@@ -67,14 +73,14 @@ class PosixStorage:
         return PosixAppendFile(path, descriptor)
 
     def write_atomic(self, path: str, data: bytes) -> None:
-        full = self._full(path)
+        full = self.full(path)
         with _refusing("write", path), self._temporary(full, data) as temporary:
             os.rename(temporary, full)
             self._faults.reach(FaultPoint.STORAGE_RENAMED)
             _sync_dir(os.path.dirname(full))
 
     def create_exclusive(self, path: str, data: bytes) -> bool:
-        full = self._full(path)
+        full = self.full(path)
         created = True
         with _refusing("create", path):
             with self._temporary(full, data) as temporary:
@@ -90,7 +96,7 @@ class PosixStorage:
         assert offset >= 0
         with (
             _refusing("read", path, passing=FileNotFoundError),
-            open(self._full(path), "rb") as file,
+            open(self.full(path), "rb") as file,
         ):
             file.seek(offset)
             return file.read(-1 if length is None else length)
@@ -98,7 +104,7 @@ class PosixStorage:
     def map(self, path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         with (
             _refusing("map", path, passing=FileNotFoundError),
-            open(self._full(path), "rb") as file,
+            open(self.full(path), "rb") as file,
         ):
             if os.fstat(file.fileno()).st_size == 0:
                 return np.frombuffer(b"", np.uint8)
@@ -107,18 +113,18 @@ class PosixStorage:
     def prefetch(self, path: str, ranges: Iterable[tuple[int, int]]) -> None:
         if not hasattr(os, "posix_fadvise"):
             return
-        with contextlib.suppress(OSError), open(self._full(path), "rb") as file:
+        with contextlib.suppress(OSError), open(self.full(path), "rb") as file:
             for start, end in ranges:
                 os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
 
     def size(self, path: str) -> int:
         with _refusing("stat", path, passing=FileNotFoundError):
-            return os.stat(self._full(path)).st_size
+            return os.stat(self.full(path)).st_size
 
     def exists(self, path: str) -> bool:
         with _refusing("stat", path):
             try:
-                os.stat(self._full(path))
+                os.stat(self.full(path))
             except (FileNotFoundError, NotADirectoryError):
                 return False
             return True
@@ -126,17 +132,17 @@ class PosixStorage:
     def list(self, path: str) -> list[str]:
         with _refusing("list", path):
             try:
-                names = os.listdir(self._full(path))
+                names = os.listdir(self.full(path))
             except FileNotFoundError:
                 return []
             return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def rename(self, source: str, target: str) -> None:
         with _refusing("rename", source, passing=FileNotFoundError):
-            os.rename(self._full(source), self._full(target))
+            os.rename(self.full(source), self.full(target))
 
     def remove(self, path: str) -> None:
-        full = self._full(path)
+        full = self.full(path)
         with _refusing("remove", path):
             if full == self._root:
                 raise IsADirectoryError(errno.EISDIR, "the root", path)
@@ -148,7 +154,7 @@ class PosixStorage:
                 _remove_tree(full)
 
     def collect_temporaries(self, path: str) -> int:
-        directory = self._full(path)
+        directory = self.full(path)
         with _refusing("remove temporary files", path or self._root):
             try:
                 names = [name for name in os.listdir(directory) if is_temporary(name)]
@@ -158,7 +164,7 @@ class PosixStorage:
 
     def sync_file(self, path: str) -> None:
         with _refusing("sync", path, passing=FileNotFoundError):
-            descriptor = os.open(self._full(path), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self.full(path), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
             finally:
@@ -166,13 +172,11 @@ class PosixStorage:
 
     def sync_dir(self, path: str) -> None:
         with _refusing("sync directory", path, passing=FileNotFoundError):
-            _sync_dir(self._full(path))
+            _sync_dir(self.full(path))
 
     def lock(self, path: str) -> PosixLock | None:
         with _refusing("lock", path):
-            descriptor = os.open(
-                self._full(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE
-            )
+            descriptor = os.open(self.full(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
             try:
                 locked = _try_lock(descriptor)
             except OSError:
@@ -183,16 +187,19 @@ class PosixStorage:
                 return None
         return PosixLock(descriptor)
 
-    def _full(self, path: str) -> str:
-        return os.path.join(self._root, *relative_parts(path))
-
     def _make_root(self) -> None:
         missing = [self._root]
         while not os.path.isdir(parent := os.path.dirname(missing[-1])):
             missing.append(parent)
         for directory in reversed(missing):
-            _make_dir(directory)
+            self._make_durable(directory)
+
+    def _make_durable(self, directory: str) -> None:
+        made = _make_dir(directory)
+        # Also, once, for an existing one: whoever made it may have died before this sync.
+        if made or directory not in self._durable:
             _sync_dir(os.path.dirname(directory))
+            self._durable.add(directory)
 
     @contextlib.contextmanager
     def _temporary(self, full: str, data: bytes) -> Generator[str]:
@@ -343,12 +350,15 @@ def _remove_if_abandoned(temporary: str) -> bool:
         os.close(descriptor)
 
 
-def _make_dir(directory: str) -> None:
+def _make_dir(directory: str) -> bool:
+    """Whether it was not there yet."""
     try:
         os.mkdir(directory)
     except FileExistsError:
         if not os.path.isdir(directory):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory", directory) from None
+        return False
+    return True
 
 
 def _sync_dir(directory: str) -> None:

@@ -130,9 +130,9 @@ class SegmentStore:
         One that an object stands for stays: a checkpoint that is being saved may name it.
         """
         with self._lock:
-            live = set(self._live)
+            live = {path for path in paths if path in self._live}
         doomed = sorted(set(paths) - live)
-        self._unnamed |= set(paths) & live
+        self._unnamed |= live
         for path in doomed:
             self._storage.remove(path)
         for folder in sorted({posixpath.dirname(path) for path in doomed}):
@@ -207,7 +207,7 @@ def _is_present(segment: Segment, folder: str, names: set[str]) -> bool:
     stored = segment.stored
     if stored is None:
         return False
-    parent, name = posixpath.split(stored.path)
+    parent, _, name = stored.path.rpartition("/")
     return parent == folder and name in names
 
 

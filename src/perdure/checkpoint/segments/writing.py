@@ -32,7 +32,7 @@ _Read = Callable[[int, int], memoryview]
 class SegmentFiles:
     """Writes and reads back segments, past the page cache where the storage is a disk of Linux.
 
-    It then holds a buffer of 8 MiB. One thread at a time.
+    It then holds a buffer of 8 MiB at most. One thread at a time.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -40,7 +40,7 @@ class SegmentFiles:
         self._disk = storage if isinstance(storage, PosixStorage) else None
         if sys.platform != "linux":
             self._disk = None
-        self._buffer: memoryview | None = None
+        self._room = bulk.Room()
 
     def write(
         self, path: str, index: bytes, arrays: Mapping[str, Array], memory: SegmentMemory | None
@@ -63,9 +63,9 @@ class SegmentFiles:
         size = sum(part.nbytes for part in parts)
         image = None if memory is None else memory.image(index, arrays)
         with _refusing("write", path):
-            full = str(self._disk.root / path)
+            full = self._disk.full(path)
             if image is None:
-                bulk.write_parts(full, parts, size, buffer=self._room())
+                bulk.write_parts(full, parts, size, buffer=self._room.for_file(bulk.CHUNK_BYTES))
             else:
                 bulk.write_parts(full, [image.data], size, buffer=None)
 
@@ -80,8 +80,9 @@ class SegmentFiles:
             StorageError: The storage refused.
         """
         checksum = None
-        if self._storage.size(path) == decode_index(index).file_bytes:
-            with self._reading(path) as read:
+        size = decode_index(index).file_bytes
+        if self._storage.size(path) == size:
+            with self._reading(path, size) as read:
                 checksum = _checksum_if_right(read, index)
         if checksum is None:
             raise DamagedError(
@@ -93,22 +94,17 @@ class SegmentFiles:
         return checksum
 
     @contextlib.contextmanager
-    def _reading(self, path: str) -> Generator[_Read]:
+    def _reading(self, path: str, size: int) -> Generator[_Read]:
         if self._disk is None:
             data = self._storage.map(path).data
             yield lambda start, end: data[start : min(end, start + bulk.CHUNK_BYTES)]
             return
-        room = self._room()
+        room = self._room.for_file(size)
         with (
             _refusing("read", path),
-            bulk.open_past_cache(str(self._disk.root / path)) as descriptor,
+            bulk.open_past_cache(self._disk.full(path)) as descriptor,
         ):
             yield lambda start, end: bulk.read_piece(descriptor, room, start, end)
-
-    def _room(self) -> memoryview:
-        if self._buffer is None:
-            self._buffer = bulk.chunk_buffer()
-        return self._buffer
 
 
 def _append(storage: Storage, path: str, index: bytes, arrays: Mapping[str, Array]) -> None:
