@@ -141,6 +141,15 @@ def test_a_place_that_holds_a_run_takes_no_other(tmp_path: Path) -> None:
     assert not (tmp_path / "two").exists()
 
 
+def test_a_run_is_not_resumed_into_the_place_of_another(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        cut_off(config_for(f"file://{tmp_path}/{name}-tier"), tmp_path / name)
+    before = sorted(path.name for path in (tmp_path / "one/incarnations").iterdir())
+    with pytest.raises(ConfigError, match=r"holds the run .* name another prefix"):
+        launch.resume(tmp_path / "one", [f"checkpoint.remote=file://{tmp_path}/two-tier"])
+    assert sorted(path.name for path in (tmp_path / "one/incarnations").iterdir()) == before
+
+
 def test_a_place_that_does_not_answer_is_not_an_empty_one(tmp_path: Path) -> None:
     config = config_for(f"file://{tmp_path}/not-mounted/tier")
     with pytest.raises(StorageError, match="mount it"):

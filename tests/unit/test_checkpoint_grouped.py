@@ -13,6 +13,7 @@ from ckpt_cases import flip, names, perdure
 from grouped_cases import GroupedScript
 from rank_cases import newest, on_all_ranks
 
+from perdure.audit import audit_run
 from perdure.checkpoint import compare
 from perdure.checkpoint.team import Team
 from perdure.storage import MemoryStorage, PosixStorage
@@ -69,6 +70,7 @@ def test_exported_ones_are_plain_files_and_a_flipped_bit_sends_the_script_back(
 ) -> None:
     run = tmp_path / "run"
     GroupedScript(PosixStorage(run), 32).run(3)
+    assert audit_run(run).ok
     code, _, errors = perdure("ckpt", "export", run, tmp_path / "out")
     assert code == 0, errors
     exported = safetensors.numpy.load_file(tmp_path / "out" / "agents" / "7.safetensors")

@@ -88,6 +88,18 @@ def test_only_new_rows_are_written() -> None:
     assert counts == [5, 2, 0, 4, 7, 8, 8, 1]
 
 
+@pytest.mark.parametrize("counted", [True, False])
+def test_copies_leave_the_memory_when_they_are_durable(counted: bool) -> None:
+    run, buffer = run_of(MemoryStorage(), counted=counted)
+    for step in (1, 2):
+        for _ in range(5):
+            buffer.add(float(buffer.added))
+        run.save_well(step)
+        held = run.replay.segments()
+        assert held
+        assert all(one.memory is None for one in held)
+
+
 def test_without_a_count_all_rows_are_written() -> None:
     storage = MemoryStorage()
     run, buffer = run_of(storage, counted=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tier_cases import (
@@ -21,6 +22,7 @@ from tier_cases import (
     resumed_elsewhere,
 )
 
+from perdure.audit import audit_run
 from perdure.checkpoint.tier import (
     ObstoreObjects,
     RemoteUnavailableError,
@@ -40,7 +42,7 @@ from perdure.core.errors import (
     RunBusyError,
 )
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
-from perdure.storage import MemoryStorage
+from perdure.storage import MemoryStorage, PosixStorage
 
 MODEL = "model/policy.safetensors"
 
@@ -97,6 +99,69 @@ def test_what_is_there_is_not_stored_again() -> None:
     before = {key: objects.read_tagged(key)[1] for key in objects.list("")}
     run.push(objects)
     assert {key: objects.read_tagged(key)[1] for key in objects.list("")} == before
+
+
+def damage_in(run: Path) -> list[str]:
+    """What the audit misses; the log of these runs is no trainer's."""
+    found = audit_run(run).findings
+    return [str(finding) for finding in found if finding.severity == "damage"]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_was_not_fetched_is_told_until_it_has_left_the_store(
+    which: int, tmp_path: Path
+) -> None:
+    objects = memory_objects()
+    run = TieredRun(MemoryStorage())
+    for _ in range(3):
+        run.train_and_save()
+        head = run.push(objects)
+    storage = PosixStorage(tmp_path)
+    only = head.checkpoints[which].directory
+    pull(storage, objects, context=context(), checkpoint=only)
+    assert storage.list("checkpoints") == [only]
+    assert not damage_in(tmp_path)
+    again = TieredRun(storage, clock=ManualClock(2_000_000.0))
+    assert again.restored_step == which + 2
+    again.engine.sweep()
+    assert not damage_in(tmp_path)
+    for _ in range(3):
+        again.train_and_save()
+        again.push(objects)
+    again.close()
+    last = TieredRun(storage, clock=ManualClock(3_000_000.0))
+    last.engine.sweep()
+    assert not storage.exists("pulled.json")
+    assert not damage_in(tmp_path)
+    last.close()
+
+
+@pytest.mark.parametrize(
+    ("victim", "harm"), [(0, "flipped"), (1, "flipped"), (1, "missing")], ids=str
+)
+def test_a_manifest_that_is_damaged_in_the_store_leaves_no_segment_behind_for_good(
+    victim: int, harm: str
+) -> None:
+    objects = memory_objects()
+    run = TieredRun(MemoryStorage())
+    for _ in range(4):
+        run.train_and_save()
+        head = run.push(objects)
+    pushed = [one.directory for one in head.checkpoints]
+    key = f"checkpoints/{pushed[victim]}/manifest.json"
+    if harm == "missing":
+        objects.delete([key])
+    else:
+        data = bytearray(objects.read(key))
+        data[data.index(b'"versions"') + 2] ^= 1
+        objects.overwrite(key, bytes(data))
+    run.train_and_save()
+    head = run.push(objects)
+    assert (pushed[0] in head.dropped) == (harm == "missing")
+    for _ in range(2):
+        run.train_and_save()
+        run.push(objects)
+    check_no_leftovers(objects)
 
 
 def test_an_interrupted_upload_stores_only_the_missing_pieces() -> None:

@@ -55,6 +55,9 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     if not root.exists() and (run / "quarantine" / f"{directory}.reason.json").exists():
         findings.note(where, "it was damaged and lies in quarantine", FILES_RULE)
         return 0
+    if not root.exists() and directory in _not_fetched(run, findings):
+        findings.note(where, "it was not fetched from the remote tier", FILES_RULE)
+        return 0
     path = root / "manifest.json"
     if not path.exists():
         findings.damage(f"{where}/manifest.json", "the file is missing", FILES_RULE)
@@ -65,7 +68,7 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     manifest = read_sealed(path, findings, where=f"{where}/manifest.json", names=_MANIFEST_NAMES)
     if manifest is None:
         return 0
-    unknown = sorted(set(manifest["features"]) - {"segments", "legacy", "ranks"})
+    unknown = sorted(set(manifest["features"]) - {"segments", "legacy", "ranks", "grouped"})
     if unknown:
         raise FutureFormatError(
             f"needs features this version does not know: {', '.join(unknown)}",
@@ -79,6 +82,15 @@ def check_checkpoint(run: Path, commit: Event, findings: Findings) -> int:
     for problem in parts_problems(manifest.get("components", {})):
         findings.damage(f"{where}/manifest.json", problem, PARTS_RULE)
     return _check_files(run, directory, manifest, findings)
+
+
+def _not_fetched(run: Path, findings: Findings) -> list[str]:
+    """What the remote tier holds, in a run that was pulled from it in part."""
+    pins = run / "remote.json"
+    if not (run / "pulled.json").exists() or not pins.exists():
+        return []
+    found = read_sealed(pins, findings, where=pins.name, names=("pinned",))
+    return [] if found is None else list(found["pinned"])
 
 
 def _check_files(run: Path, directory: str, manifest: dict[str, Any], findings: Findings) -> int:

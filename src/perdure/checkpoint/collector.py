@@ -61,7 +61,7 @@ class Collector:
             retention.remove(self.storage, directory)
         if leftovers.cut_off or leftovers.lost:
             self.collect(leftovers.cut_off + leftovers.lost)
-        if self.storage.exists(PULLED_FILE):
+        if self.storage.exists(PULLED_FILE) and not _absent(self.storage, self.ledger.committed()):
             self.storage.remove(PULLED_FILE)
             self.storage.sync_dir("")
         return leftovers.stale + leftovers.cut_off + leftovers.lost
@@ -108,9 +108,14 @@ def left_behind(
 def _lost(storage: Storage, committed: Sequence[Checkpointed]) -> tuple[str, ...]:
     if not storage.exists(PULLED_FILE):
         return ()
+    return Pins(storage).let_go(_absent(storage, committed))
+
+
+def _absent(storage: Storage, committed: Sequence[Checkpointed]) -> list[str]:
+    """Committed ones that are neither in their place nor set aside."""
     names = [record.directory for record in committed]
     absent = [name for name in names if not storage.exists(directory_path(name))]
-    return Pins(storage).let_go(name for name in absent if quarantined(storage, name) is None)
+    return [name for name in absent if quarantined(storage, name) is None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,10 +178,13 @@ def _is_set_aside(storage: Storage, record: Checkpointed) -> bool:
 
 
 def _named_in(storage: Storage, manifest: str) -> set[str]:
-    """Every path of a segment that the bytes of a manifest hold, whether it is whole or not."""
+    """:func:`segments_in` of a manifest; none if there is none."""
     try:
-        if not storage.exists(manifest):
-            return set()
-        return {path.decode() for path in _SEGMENT_PATH.findall(storage.read(manifest))}
+        return segments_in(storage.read(manifest)) if storage.exists(manifest) else set()
     except FileNotFoundError:
         return set()
+
+
+def segments_in(manifest: bytes) -> set[str]:
+    """Every path of a segment that the bytes of a manifest hold, whether it is whole or not."""
+    return {path.decode() for path in _SEGMENT_PATH.findall(manifest)}

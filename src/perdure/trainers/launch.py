@@ -124,7 +124,8 @@ def resume(
 
     Raises:
         NothingToResumeError: There is no run.
-        ConfigError: The data were changed, or an override is refused.
+        ConfigError: The data were changed, an override is refused, or the remote tier holds
+            another run.
         RunBusyError: A live process holds the run and ``take_over`` is not set.
         DamagedError: Durable bytes are wrong and there is nothing valid to go on from, or
             ``config.yaml`` is not the one the run was started with.
@@ -137,6 +138,9 @@ def resume(
     fetch_if_absent(storage, overrides, clock=clock, faults=faults, objects=objects)
     info = read_run(storage)
     config = recorded_config(storage, run_dir, info=info, overrides=overrides)
+    remote = remote_of(config.checkpoint, clock=clock, faults=faults, objects=objects)
+    if remote is not None:
+        remote.require_own(info.run_id)
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
     require_memory(config, task)

@@ -141,9 +141,6 @@ class ReplayArrays:
         start, self._total = self._total, self._total + added
         self._head = self._total - there
         self._sealed = [one for one in self._sealed if one.first + one.rows > self._head]
-        for one in self._sealed:
-            if isinstance(one, CopiedSegment):
-                one.release()
         for first in range(start, self._total, self._segment_rows):
             self._sealed.append(self._copy(first, min(self._total, first + self._segment_rows)))
 
@@ -179,25 +176,30 @@ class ReplayArrays:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class CopiedSegment:
-    """A copy of rows that leaves the memory once it is durable."""
+    """A copy of rows that leaves the memory when it is durable."""
 
     first: int
     rows: int
     columns: ColumnTypes
     memory: SegmentMemory | None
-    stored: StoredSegment | None = None
     lost: bool = False
     """It was asked for again after it had left the memory: its file is gone."""
+    _stored: StoredSegment | None = None
+
+    @property
+    def stored(self) -> StoredSegment | None:
+        return self._stored
+
+    @stored.setter
+    def stored(self, stored: StoredSegment | None) -> None:
+        self._stored = stored
+        self.memory = self.memory if stored is None else None
 
     def view(self, column: str, start: int, stop: int) -> Array:
         return self._held()[column][start:stop]
 
     def take(self, column: str, rows: Array) -> Array:
         return self._held()[column][rows]
-
-    def release(self) -> None:
-        if self.stored is not None:
-            self.memory = None
 
     def _held(self) -> Mapping[str, Array]:
         if self.memory is None:

@@ -44,7 +44,10 @@ from perdure.core.storage_api import Storage
 _STATES = 10
 """Times the pointer may be replaced under a pull before it gives up."""
 PULLED_FILE = "pulled.json"
-"""Says until the next claim that what the log names and is not here was lost with another disk."""
+"""Says that what the log names and is not here was lost with another disk, or not fetched.
+
+It stays until whoever claims the run finds nothing of that kind any more.
+"""
 LOCK_FILE = "lock"
 """Kernel lock of whoever writes the run."""
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from perdure.checkpoint.keep import MetricsOf, why_kept
 from perdure.checkpoint.ledger import CommitLedger
-from perdure.checkpoint.manifest import MANIFEST, Manifest, decode_manifest, directory_path
-from perdure.checkpoint.retention import KnownMetrics
+from perdure.checkpoint.manifest import MANIFEST, Manifest, directory_path
+from perdure.checkpoint.retention import KnownMetrics, segments_in
 from perdure.checkpoint.segments.store import SEGMENTS
 from perdure.checkpoint.tier.head import Head, Pointer, RemoteCheckpoint, RemoteFile
 from perdure.checkpoint.tier.log_files import LOG_DIR, log_cut, ship_log, unshipped
@@ -23,7 +23,7 @@ from perdure.checkpoint.tier.pieces import segments_of
 from perdure.checkpoint.tier.pins import Pins
 from perdure.checkpoint.tier.run_files import claim_of, claims, run_id_of, seals, ship_files
 from perdure.checkpoint.tier.upload import Upload, read_committed
-from perdure.core.errors import DamagedError, FutureFormatError
+from perdure.core.errors import DamagedError
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import IncarnationNumber
 from perdure.core.records import Checkpointed
@@ -145,22 +145,25 @@ class Shipment:
     def drop(self) -> None:
         """Delete what the pointer lists as dropped.
 
+        While a manifest is missing that the pointer names, segments that it may name stay, and so
+        does the list of those whose segments they are.
+
         Raises:
             FencedError: The run was resumed elsewhere.
             StorageError: The store refused; the list stays.
         """
         self._load()
-        doomed = self.head.dropped
-        if not doomed:
-            return
-        for directory in doomed:
-            self._delete(directory)
+        gone: set[str] = set()
+        for name in self.head.dropped:
+            if self._delete(name):
+                gone.add(name)
             self.context.faults.reach(FaultPoint.REMOTE_DROPPED)
-        self._pointer.swap(
-            lambda head: replace(
-                head, dropped=tuple(name for name in head.dropped if name not in doomed)
+        if gone:
+            self._pointer.swap(
+                lambda head: replace(
+                    head, dropped=tuple(name for name in head.dropped if name not in gone)
+                )
             )
-        )
 
     def behind(self) -> tuple[int, int]:
         """Committed checkpoints newer than the one pointed to, and log bytes not shipped."""
@@ -266,42 +269,45 @@ class Shipment:
         why = why_kept(records, self.context.options.rules, metrics_of=self._metrics_of)
         return tuple(one for one in checkpoints if why.get(one.directory))
 
-    def _delete(self, name: str) -> None:
-        """Delete the objects of a dropped checkpoint or segment.
+    def _delete(self, name: str) -> bool:
+        """Delete the objects of a dropped checkpoint or segment; whether all are gone.
 
         Of a checkpoint first the segments that no other names: its manifest says which they are.
         """
         if name.startswith(f"{SEGMENTS}/"):
-            self._delete_segments({name})
-            return
+            return self._delete_segments({name})
         root = directory_path(name)
         manifest = f"{root}/{MANIFEST}"
         keys = self.objects.list(root)
+        complete = True
         if manifest in keys:
-            self._delete_segments(self._segments_of(name) or set())
-            self.objects.delete([manifest])
+            complete = self._delete_segments(self._segments_of(name) or set())
+            if complete:
+                self.objects.delete([manifest])
         self.objects.delete([key for key in keys if key != manifest])
         self._segments.pop(name, None)
+        return complete
 
-    def _delete_segments(self, paths: set[str]) -> None:
-        """Delete those that no checkpoint names; none if that cannot be known."""
-        for one in self.head.checkpoints:
+    def _delete_segments(self, paths: set[str]) -> bool:
+        """Delete those that no checkpoint names; False, and none, if that cannot be known."""
+        for one in self.head.checkpoints if paths else ():
             named = self._segments_of(one.directory)
             if named is None:
-                return
+                return False
             paths = paths - named
         for path in sorted(paths):
             self.objects.delete(list(self.objects.list(path)))
+        return True
 
     def _segments_of(self, directory: str) -> set[str] | None:
-        """Paths of the segments that a stored checkpoint names; None if that cannot be known."""
+        """Paths of the segments that a stored checkpoint names; None if its manifest is missing."""
         if directory not in self._segments:
-            where = f"{directory_path(directory)}/{MANIFEST}"
             try:
-                manifest = decode_manifest(self.objects.read(where), where=where)
-            except (FileNotFoundError, DamagedError, FutureFormatError):
+                data = self.objects.read(f"{directory_path(directory)}/{MANIFEST}")
+            except FileNotFoundError:
                 return None
-            self._segments[directory] = frozenset(segments_of(manifest))
+            # Of a damaged one, too: what it names may be all that is left of its rows.
+            self._segments[directory] = frozenset(segments_in(data))
         return set(self._segments[directory])
 
     def _next(self) -> Checkpointed | None:
