@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from perdure.checkpoint.dtypes import code_of
 from perdure.core.components import ComponentState
 
 
@@ -74,7 +75,7 @@ class ArraysComponent:
             raise ValueError(f"names differ: {', '.join(different)}")
         for name, live in self.arrays.items():
             stored = state.tensors[name]
-            if stored.shape != live.shape or stored.dtype != live.dtype:
+            if stored.shape != live.shape or code_of(stored.dtype) != code_of(live.dtype):
                 raise ValueError(
                     f"{name} is {stored.shape} {stored.dtype}, expected {live.shape} {live.dtype}"
                 )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from perdure.checkpoint.dtypes import item_size
 
+RESERVED = "__metadata__"
+"""The one name that safetensors leaves to nobody's tensor."""
 ALIGNMENT = 4096
 """Bytes; data inside a file and files inside an arena start at multiples of it."""
 _LENGTH = struct.Struct("<Q")
@@ -104,7 +106,7 @@ def parse_header(data: bytes, *, file_size: int) -> tuple[int, tuple[TensorPlace
     if data_offset > len(data):
         raise ValueError("header is longer than the file")
     entries = json.loads(data[_LENGTH.size : data_offset])
-    entries.pop("__metadata__", None)
+    entries.pop(RESERVED, None)
     places = sorted(
         (_parse_place(name, entry) for name, entry in entries.items()),
         key=lambda place: (place.start, place.end),

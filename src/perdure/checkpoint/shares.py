@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 
 from perdure.checkpoint.arena import spec_of
-from perdure.checkpoint.layout import TensorSpec
+from perdure.checkpoint.layout import RESERVED, TensorSpec
 from perdure.checkpoint.manifest import STATE_FILE, ComponentEntry
 from perdure.checkpoint.registry import Entry
 from perdure.checkpoint.sharded import ShardedTensor, StoredPart, shard_file
@@ -249,6 +249,13 @@ def _spread(component: str, name: str) -> ConfigError:
 
 
 def _refuse(entry: Entry, state: ComponentState, place: RankPlace) -> None:
+    if RESERVED in state.tensors:
+        raise ConfigError(
+            f"a tensor of it is called {RESERVED}",
+            where=f"component {entry.name}",
+            rule="safetensors keeps this name for itself: the tensor could not be read back",
+            way_out="call the parameter or the key something else",
+        )
     if state.legacy is not None and not entry.legacy:
         raise ConfigError(
             "its state holds a pickle",

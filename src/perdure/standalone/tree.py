@@ -19,6 +19,7 @@ from typing import Any, cast
 import numpy as np
 
 from perdure.core.components import Shard
+from perdure.core.errors import ConfigError
 
 _PLAIN = (str, bytes, bool, float, type(None))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -39,14 +40,30 @@ def is_tensor(value: object) -> bool:
 
 
 def is_data(value: object) -> bool:
-    """Whether :func:`split` can take it, however deep it is."""
+    """Whether :func:`split` can take it.
+
+    Raises:
+        ConfigError: It holds itself, or is nested deeper than can be followed.
+    """
+    try:
+        return _is_data(value)
+    except RecursionError:
+        raise ConfigError(
+            "holds itself, or is nested too deeply",
+            where=f"a {type(value).__qualname__}",
+            rule="data are a tree; Python follows some hundred levels of it",
+            way_out="register a flatter copy",
+        ) from None
+
+
+def _is_data(value: object) -> bool:
     if isinstance(value, (*_PLAIN, int, np.ndarray, np.generic)) or is_tensor(value):
         return not _is_masked(value)
     if type(value) in _MAPPINGS:
         items = cast("Mapping[Any, Any]", value).items()
-        return all(is_data(key) and is_data(item) for key, item in items)
+        return all(_is_data(key) and _is_data(item) for key, item in items)
     if type(value) in (list, tuple, deque):
-        return all(is_data(item) for item in cast("list[Any]", value))
+        return all(_is_data(item) for item in cast("list[Any]", value))
     return False
 
 
@@ -165,7 +182,8 @@ def as_bytes(tensor: Any) -> np.ndarray[Any, Any]:
         torch = torch_module()
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    stored = tensor.dtype.newbyteorder("<")
+    return np.ascontiguousarray(tensor, stored).reshape(-1).view(np.uint8)
 
 
 def _named(mark: str, tensor: Any, path: str, tensors: dict[str, Any]) -> dict[str, str]:
@@ -211,7 +229,7 @@ def _join_marked(mark: str, held: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _into_array(live: Any, stored: Any, path: str) -> Any:
-    same_type = live.dtype == stored.dtype
+    same_type = _element_type(live) == _element_type(stored)
     same_shape = live.shape == stored.shape
     if same_type and same_shape and not is_read_only(live):
         if is_tensor(live):
@@ -227,6 +245,11 @@ def _into_array(live: Any, stored: Any, path: str) -> Any:
         f"{path or 'it'} is {tuple(stored.shape)} {stored.dtype} in the checkpoint and "
         f"{tuple(live.shape)} {live.dtype} here"
     )
+
+
+def _element_type(value: Any) -> Any:
+    """Whatever its byte order, in which files do not differ."""
+    return value.dtype if is_tensor(value) else value.dtype.newbyteorder("<")
 
 
 def is_read_only(value: Any) -> bool:

@@ -182,18 +182,9 @@ class CopiedSegment:
     rows: int
     columns: ColumnTypes
     memory: SegmentMemory | None
+    stored: StoredSegment | None = None
     lost: bool = False
     """It was asked for again after it had left the memory: its file is gone."""
-    _stored: StoredSegment | None = None
-
-    @property
-    def stored(self) -> StoredSegment | None:
-        return self._stored
-
-    @stored.setter
-    def stored(self, stored: StoredSegment | None) -> None:
-        self._stored = stored
-        self.memory = self.memory if stored is None else None
 
     def view(self, column: str, start: int, stop: int) -> Array:
         return self._held()[column][start:stop]

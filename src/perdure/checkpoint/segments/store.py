@@ -165,6 +165,9 @@ class SegmentStore:
             self._live[stored.path] = segment
         self._unnamed.add(stored.path)
         segment.stored = stored
+        if isinstance(segment, InSegmentMemory):
+            # It is written once; rows that are used again lie in arrays of their own.
+            segment.memory = None
 
     def _set_aside(self, stored: StoredSegment, reason: str) -> None:
         """Move a damaged file away, so that no checkpoint that names it is chosen again."""
