@@ -131,6 +131,8 @@ class Measured:
 class Machine(World):
     """The simulated world with fixed costs and no faults."""
 
+    slots = SLOTS
+
     def __init__(self, scenario: Scenario, load: Load) -> None:
         super().__init__(scenario)
         self.load = load

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine_kills import ENGINE_KILLED
 from safetensors.numpy import load_file
 
 from perdure.audit import audit_run, diff_runs
@@ -45,6 +46,11 @@ class Ended:
     """How the process ended that ran while this one was stopped."""
 
     @property
+    def engines_killed(self) -> int:
+        """Of this process and those that ran in the same directory before."""
+        return self.log.count(ENGINE_KILLED)
+
+    @property
     def hits(self) -> dict[str, int]:
         """Fault points it passed; only of a process that was not killed."""
         line = next(line for line in reversed(self.log.splitlines()) if line.startswith("HITS "))
@@ -76,6 +82,7 @@ def command(
     ranks: dict[str, Any] | None = None,
     torn_down_after_s: float | None = None,
     count_calls: str | None = None,
+    kill_engines: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """A command for ``fork_server.py``."""
     return {
@@ -91,6 +98,7 @@ def command(
         "ranks": ranks,
         "torn_down_after_s": torn_down_after_s,
         "count_calls": count_calls,
+        "kill_engines": kill_engines or [],
     }
 
 

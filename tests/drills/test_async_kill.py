@@ -1,4 +1,4 @@
-"""SIGKILL of the controller at random fault points of the asynchronous modes.
+"""SIGKILL of controllers and engines at random fault points of the asynchronous modes.
 
 Which sessions end up in which batch depends on timing there, so no two runs are equal. What has to
 hold: nothing that was durable when a process died is missing afterwards, the audit proves the run,
@@ -26,28 +26,31 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.environment import fix_arithmetic
 
 MODES = ("colocate_async", "separate_async")
-POINTS = (
-    "log_payload_written",
-    "log_payload_fsynced",
-    "log_control_written",
-    "log_fsynced",
-    "log_acknowledged",
-    "log_segment_opened",
-    "checkpoint_staged",
-    "checkpoint_files_durable",
-    "manifest_renamed",
-    "checkpoint_logged",
-    "collect_logged",
-    "groups_submitted",
-    "session_finished",
-    "batch_taken",
-    "local_update_done",
-    "step_done",
-    "weights_published",
-    "restore_done",
-    "redo_step",
-    "redo_done",
-)
+POINTS = {
+    "log_control_written": 40,
+    "log_fsynced": 40,
+    "log_acknowledged": 40,
+    "log_payload_written": 5,
+    "log_payload_fsynced": 5,
+    "log_segment_opened": 3,
+    "checkpoint_staged": 4,
+    "checkpoint_files_durable": 4,
+    "manifest_renamed": 4,
+    "checkpoint_logged": 4,
+    "collect_logged": 2,
+    "groups_submitted": 5,
+    "session_finished": 96,
+    "batch_taken": 12,
+    "local_update_done": 12,
+    "step_done": 6,
+    "weights_published": 7,
+    "restore_done": 1,
+    "redo_step": 1,
+    "redo_done": 1,
+}
+"""And about how often a run that nothing happens to passes them; a recovery, the last ones."""
+BUSY = ("session_finished", "log_acknowledged", "batch_taken", "weights_published")
+"""Where engines are killed."""
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -66,7 +69,10 @@ def test_soak_of_kills(server: ForkServer, tmp_path: Path, mode: str, seed: int)
 def kill_again_and_again(
     server: ForkServer, runs: Path, mode: str, *, seed: int, kills: int
 ) -> None:
-    """Kill ``kills`` processes; a run that ends in between is proven and followed by another."""
+    """Kill ``kills`` controllers; a run that ends in between is proven and followed by another.
+
+    Every second controller loses an engine process before, where there are any.
+    """
     rng = random.Random(f"{mode} {seed}")
     killed, number = 0, 0
     while killed < kills:
@@ -74,8 +80,14 @@ def kill_again_and_again(
         run, durable = runs / f"run-{number}", Acknowledged()
         status = KILLED
         while status == KILLED and killed < kills:
-            plan = [{"point": rng.choice(POINTS), "hit": rng.randint(1, 30)}]
-            ended = server.run(next_action(run), run, plan=plan, overrides=overrides(mode, seed))
+            engines = [strike(rng, BUSY)] if mode == "separate_async" and rng.random() < 0.5 else []
+            ended = server.run(
+                next_action(run),
+                run,
+                plan=[strike(rng, tuple(POINTS))],
+                kill_engines=engines,
+                overrides=overrides(mode, seed),
+            )
             status = ended.status
             assert status in (0, KILLED), ended.log
             killed += status == KILLED
@@ -89,15 +101,22 @@ def kill_again_and_again(
         prove(run, durable)
 
 
+def strike(rng: random.Random, points: tuple[str, ...]) -> dict[str, object]:
+    point = rng.choice(points)
+    return {"point": point, "hit": rng.randint(1, POINTS[point])}
+
+
 def overrides(mode: str, seed: int) -> tuple[str, ...]:
+    warmup, drop = seed % 4, seed % 2 == 0
     return (
         f"mode={mode}",
         "learner.supervised.steps=0",
         "learner.entropy_coef=0.01",
+        "rollout.partial_tokens=2",
         f"trainer.local_updates_per_step={(1, 2, 4)[seed % 3]}",
-        f"sampler.age_policy={('drop', 'wait')[seed % 2]}",
-        f"sampler.max_prompt_age={seed % 3 + 1}",
-        f"sampler.num_warmup_batches={seed % 4}",
+        f"sampler.age_policy={'drop' if drop else 'wait'}",
+        f"sampler.max_prompt_age={seed % 3 + 1 + drop * warmup}",
+        f"sampler.num_warmup_batches={warmup}",
     )
 
 

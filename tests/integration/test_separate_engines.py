@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from drill_tools import RECIPE, Events
+from engine_kills import engines_of, is_engine
 
 from perdure.audit import audit_run
 from perdure.config import load_config
@@ -53,19 +54,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     place.mkdir()
     monkeypatch.setattr(PLACE, place)
     return place
-
-
-def engines_of(parent: int) -> list[int]:
-    """Process ids of the engines that a controller has started."""
-    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(child) for child in children if is_engine(int(child))]
-
-
-def is_engine(pid: int) -> bool:
-    try:
-        return b"perdure.rollout.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
-        return False
 
 
 def train(run: Path, *overrides: str, on_step: Callable[[], None] = lambda: None) -> Events:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from perdure.core.rollout_api import (
 from perdure.core.trajectories import RewardedGroup
 from perdure.learner.api import Example, LocalUpdateResult
 from perdure.models import digest_weights
+
+SLOTS = 12
 
 
 def token_of(key: Sequence[int], place: int, version: int) -> int:
@@ -64,7 +67,7 @@ class EngineTraits:
     pace: Callable[[Sequence[int]], float]
     load_s: Callable[[], float]
     prefill_s: float = 0.0
-    slots: int = 12
+    slots: int = SLOTS
     chunk: int = 4
     wrong_digests: int = 0
 
@@ -138,6 +141,7 @@ class FakeEngine:
         length = min(traits.length(request.random_key), request.sampling.max_new_tokens)
         pace = traits.pace(request.random_key)
         place = len(request.prefix_ids)
+        length = max(length, place)  # what tools say may be longer
         before_s = traits.prefill_s
         while True:
             count = min(traits.chunk, length - place)
@@ -337,6 +341,7 @@ class FakeLearner:
 def lengths(seed: int, longest: int) -> Callable[[Sequence[int]], int]:
     """Long-tailed lengths of answers, by random key."""
 
+    @cache
     def length(key: Sequence[int]) -> int:
         rng = generator(seed, "length", *key)
         return int(min(1 + rng.pareto(1.1) * 4, longest))
@@ -347,6 +352,7 @@ def lengths(seed: int, longest: int) -> Callable[[Sequence[int]], int]:
 def paces(seed: int, slow: float) -> Callable[[Sequence[int]], float]:
     """How much longer than others a request takes: some of them, a lot."""
 
+    @cache
     def pace(key: Sequence[int]) -> float:
         return 30.0 if generator(seed, "pace", *key).random() < slow else 1.0
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from perdure.config import load_config
+from perdure.core.agent_api import ToolKind
 from perdure.core.keyed_random import generator
 from perdure.trainers.config import RunConfig
 
@@ -48,6 +49,8 @@ class Scenario:
         late: Share of publications that an engine acknowledges too late.
         slow: Share of sessions whose tokens take thirty times as long.
         failing: Share of answers at which the verifier raises.
+        hanging: Share of answers on which the verifier gives no verdict, ever.
+        tools: Sessions call a tool of this kind; None: one answer.
     """
 
     seed: int
@@ -65,6 +68,8 @@ class Scenario:
     late: float = 0.0
     slow: float = 0.0
     failing: float = 0.0
+    hanging: float = 0.0
+    tools: ToolKind | None = None
 
     def config(self) -> RunConfig:
         config = load_config(
@@ -95,6 +100,9 @@ def drawn(mode: str, seed: int) -> Scenario:
     limits = {} if mode == "sync" else _limits(rng)
     if separate:
         overrides.append(f"rollout.spillover={str(rng.random() < 0.5).lower()}")
+    sessions = generator(seed, f"sessions {mode}")
+    if sessions.random() < 0.15:
+        overrides.append("rollout.continue_partials=false")
     return Scenario(
         seed,
         mode,
@@ -110,6 +118,8 @@ def drawn(mode: str, seed: int) -> Scenario:
         late=0.05 if separate and rng.random() < 0.3 else 0.0,
         slow=0.05 if rng.random() < 0.3 else 0.0,
         failing=0.02 if rng.random() < 0.3 else 0.0,
+        hanging=0.01 if sessions.random() < 0.1 else 0.0,
+        tools=_one_of(sessions, tuple(ToolKind)) if sessions.random() < 0.5 else None,
     )
 
 

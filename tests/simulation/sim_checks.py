@@ -5,15 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from fakes import FakeLearner, token_of, weights_after
-from logged_batches import logged_group, settled_rows
+from logged_batches import logged_group, logged_records, settled_rows
 
 from perdure.audit import audit_run
+from perdure.core.experience_records import GroupSettled, SessionRestarted, ToolResult
+from perdure.core.ids import SessionId
+from perdure.core.record_types import GroupOutcome, StopReason
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import RewardedGroup
 from perdure.experience import ExperienceState
 from perdure.experience.payloads import PayloadReader
 from perdure.storage import MemoryStorage
+from perdure.tasks.tokenizer import Tokenizer, encode_known
 from perdure.trainers.config import RunConfig
+
+_REASONS = (
+    "(attempt 3)",
+    "tool outside raised RuntimeError: a bug of the tool",
+    "verifier raised ValueError: the verifier has no answer",
+    "verifier gave no verdict within 60 s",
+    "the weights of its sessions no longer exist",
+)
 
 
 def check_counts(state: ExperienceState, config: RunConfig) -> None:
@@ -66,7 +78,45 @@ def _check_tokens(group: RewardedGroup) -> None:
         one.check()
         key = (7, one.session.group, one.session.index)
         for segment in one.segments:
-            expected = [
-                token_of(key, t, segment.version) for t in range(segment.start, segment.end)
+            for t in range(segment.start, segment.end):
+                if one.loss_mask_T[t]:
+                    assert one.response_ids_T[t] == token_of(key, t, segment.version)
+
+
+def check_reasons(storage: Storage) -> None:
+    """Assert that every group that failed says which failure it was, of those that there are."""
+    for record in logged_records(storage):
+        if isinstance(record, GroupSettled) and record.outcome is GroupOutcome.FAILED:
+            for reason in record.reason.split("; "):
+                assert reason.endswith(_REASONS), record
+
+
+def check_tools(storage: Storage, tokenizer: Tokenizer, *, continues: bool) -> None:
+    """Assert that sessions were told what the journal has of their last attempt, and nothing else.
+
+    No call has two results in the journal. Without ``continues`` a session may say something else
+    when it starts again, and leave a call out.
+    """
+    attempts: dict[SessionId, int] = {}
+    journal: dict[SessionId, dict[tuple[int, int, int], ToolResult]] = {}
+    for record in logged_records(storage):
+        if isinstance(record, SessionRestarted):
+            attempts[record.session] = record.attempt
+        elif isinstance(record, ToolResult):
+            place = (record.attempt, record.turn, record.call)
+            assert journal.setdefault(record.session, {}).setdefault(place, record) == record
+    reader = PayloadReader(storage)
+    for number, rows in settled_rows(storage).items():
+        for one in logged_group(reader, rows, number).trajectories:
+            results = journal.get(one.session, {})
+            told = [
+                token
+                for (attempt, _, _), record in sorted(results.items())
+                if attempt == attempts.get(one.session, 0)
+                for token in encode_known(tokenizer, record.result)
             ]
-            assert one.response_ids_T[segment.start : segment.end].tolist() == expected
+            observed = one.response_ids_T[one.loss_mask_T == 0].tolist()
+            assert observed == told[: len(observed)], one.session.key()
+            whole = len(observed) == len(told)
+            cut = one.stop_reason is StopReason.LENGTH or not continues
+            assert whole or cut, one.session.key()

@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fakes import CopyTransport, EngineTraits, FakeEngine, FakeLearner, lengths, paces
+from fakes import SLOTS, CopyTransport, EngineTraits, FakeEngine, FakeLearner, lengths, paces
 from logged_batches import Acknowledged
 from scenarios import Ending, Scenario
-from sim_checks import check_counts, check_weights
+from sim_checks import check_counts, check_reasons, check_tools, check_weights
+from sim_tools import Outside, with_tools
 from virtual_loop import Device, run_virtually
 
 from perdure.core.clock import Clock, ManualClock
@@ -33,12 +34,13 @@ from perdure.experience import ExperienceState, ExperienceStore, read_experience
 from perdure.publish import Publication
 from perdure.rollout import EnginePool
 from perdure.rollout.members import MemberState
-from perdure.rollout.replacement import Replacements
+from perdure.rollout.options import ReplacementOptions
 from perdure.runtime.dispatcher import Dispatcher
+from perdure.runtime.fleet import EngineFleet
 from perdure.runtime.guest import GuestEngine
 from perdure.runtime.local import LocalRuntime, RolloutParts
 from perdure.runtime.parts import RuntimeParts
-from perdure.runtime.sessions import SessionRunner
+from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.runtime.views import Views
 from perdure.storage import CrashMode, MemoryStorage, PowerLost
 from perdure.storage.faulty import FaultyStorage, StorageFault, StorageFaultKind
@@ -74,7 +76,11 @@ class World:
     Attributes:
         ended: How the lives before the last one ended; None: no engine was left.
         fired: Storage faults that struck.
+        outside: What tools have done.
+        slots: Of an engine.
     """
+
+    slots = SLOTS
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -84,21 +90,22 @@ class World:
         self.storage = MemoryStorage(seed=scenario.seed)
         self.acknowledged = Acknowledged()
         self.task = _task()
-        self.task.failing = scenario.failing
+        self.task.failing, self.task.hanging = scenario.failing, scenario.hanging
+        self.outside = Outside(lambda key: key in self.acknowledged.results)
         self.deaths = scenario.deaths
         self.wedges = scenario.wedges
         self.ended: list[Ending | None] = []
         self.fired: Counter[StorageFaultKind] = Counter()
         self.events: list[tuple[str, dict[str, object]]] = []
         self._store: ExperienceStore | None = None
-        self._owner: asyncio.TaskGroup | None = None
         self._pool: EnginePool | None = None
-        self._engines: dict[str, FakeEngine] = {}
+        self.engines: dict[str, FakeEngine] = {}
 
     def run(self) -> ExperienceState:
         """Live until the training is over; returns the final state, checked."""
         launch.create(self.config, RUN, injected=Injected(self.clock, storage=self.storage))
         for life in range(1, MAX_LIVES + 1):
+            self.outside.new_life()
             endings = self.scenario.endings[life - 1 :]
             ending = endings[0] if endings else None
             storage, stop_after_s = self._prepare(ending)
@@ -167,9 +174,9 @@ class World:
             threads=False,
         )
         with start.stop.listening():
-            async with asyncio.TaskGroup() as self._owner:
+            async with asyncio.TaskGroup() as owner:
                 others = [
-                    self._owner.create_task(work)
+                    owner.create_task(work)
                     for work in (
                         self._commit_now_and_then(),
                         self._trouble_engines(),
@@ -178,30 +185,12 @@ class World:
                 ]
                 async with incarnation(start) as ctx:
                     await launch.MODES[self.config.mode](ctx)
-                for task in [*others, *self._helpers]:
+                for task in others:
                     task.cancel()
 
-    def start(
-        self,
-        store: ExperienceStore,
-        pool: EnginePool,
-        *,
-        engines: dict[str, FakeEngine],
-        publication: Publication,
-    ) -> None:
+    def start(self, store: ExperienceStore, pool: EnginePool) -> None:
         """A runtime is up."""
-        self._store, self._pool, self._engines = store, pool, engines
-        self._helpers: list[asyncio.Task[None]] = []
-        if self.scenario.replaced:
-            assert self._owner is not None
-            replacements = Replacements(
-                pool,
-                build=self._new_engine,
-                catch_up=publication.catch_up,
-                names=frozenset(engines),
-                events=self.on_event,
-            )
-            self._helpers.append(self._owner.create_task(replacements.run()))
+        self._store, self._pool = store, pool
 
     def device(self) -> Device | None:
         """The learner's device; None: its work takes no time."""
@@ -212,6 +201,13 @@ class World:
     def agent(self, pool: EnginePool) -> RolloutEngine:
         """What sessions are run on."""
         return pool
+
+    def rules(self, rules: SessionRules) -> SessionRules:
+        """How sessions are run."""
+        kind = self.scenario.tools
+        if kind is None:
+            return rules
+        return with_tools(rules, self.outside, rng=self.rng, kind=kind)
 
     def engine(self) -> FakeEngine:
         """A new engine."""
@@ -227,10 +223,18 @@ class World:
         )
         return FakeEngine(traits, self.task.max_prompt_tokens + longest)
 
-    async def _new_engine(self, name: str) -> FakeEngine:
+    async def start_engine(self, name: str) -> FakeEngine:
+        """A new engine in a while."""
         await asyncio.sleep(float(self.rng.uniform(0.1, 5.0)))
-        self._engines[name] = self.engine()
-        return self._engines[name]
+        is_new, self.engines[name] = name not in self.engines, self.engine()
+        if is_new:
+            self.garble(name)
+        return self.engines[name]
+
+    def garble(self, name: str) -> None:
+        """One of several engines acknowledges wrongly, for so long."""
+        if name == "engine-0" and self.scenario.engines > 1:
+            self.engines[name].traits.wrong_digests = self.scenario.wrong_digests
 
     def on_event(self, name: str, fields: dict[str, object]) -> None:
         """The run says something."""
@@ -256,7 +260,7 @@ class World:
             await asyncio.sleep(float(self.rng.uniform(0.5, 8.0)))
             assert self._pool is not None
             serving = {m.name for m in self._pool.describe() if m.state is MemberState.SERVING}
-            well = [e for name, e in self._engines.items() if name in serving and not e.wedged]
+            well = [e for name, e in self.engines.items() if name in serving and not e.wedged]
             if len(well) <= (0 if self.scenario.replaced else 1):
                 continue
             victim = well[int(self.rng.integers(len(well)))]
@@ -274,6 +278,10 @@ class World:
         assert state.last_step == self.config.trainer.total_steps
         check_counts(state, self.config)
         check_weights(self.storage, state)
+        assert not self.outside.wrong
+        check_reasons(self.storage)
+        continues = self.config.rollout.continue_partials
+        check_tools(self.storage, self.task.tokenizer, continues=continues)
         return state
 
 
@@ -303,24 +311,33 @@ class _Machinery:
         self._separate = config.mode == "separate_async"
         scenario = world.scenario
         count = scenario.engines if self._separate else scenario.shared_engines
-        self._engines = {f"engine-{i}": world.engine() for i in range(count)}
-        if self._separate and count > 1:
-            self._engines["engine-0"].traits.wrong_digests = scenario.wrong_digests
-        self._pool = EnginePool(self._engines)
+        self._names = [f"engine-{i}" for i in range(count)]
+        world.engines = {} if scenario.replaced else {name: world.engine() for name in self._names}
+        if self._separate and not scenario.replaced:
+            world.garble("engine-0")
+        self._pool = EnginePool(world.engines)
 
     def runtime(self, parts: RuntimeParts) -> LocalRuntime:
         world, pool = self._world, self._pool
-        rules = session_rules(world.config, parts.task)
+        rules = world.rules(session_rules(world.config, parts.task))
         sessions = SessionRunner(world.agent(pool), parts=parts, rules=rules)
         publication = Publication(pool, CopyTransport(), incarnation=parts.store.incarnation)
-        world.start(parts.store, pool, engines=self._engines, publication=publication)
-        guest = None
+        world.start(parts.store, pool)
+        guest = fleet = None
         if self._separate:
-            slots = next(iter(self._engines.values())).capabilities.slots
-            guest = GuestEngine(pool, publication, build=world.engine, slots=slots)
+            guest = GuestEngine(pool, publication, build=world.engine, slots=world.slots)
+        if world.scenario.replaced:
+            fleet = EngineFleet(
+                pool,
+                publication,
+                names=self._names,
+                build=world.start_engine,
+                options=ReplacementOptions(),
+                events=parts.events,
+            )
         dispatcher = Dispatcher(sessions, max_sessions=lambda: 2 * pool.capabilities.slots)
         return LocalRuntime(
-            RolloutParts(pool, publication, dispatcher, guest=guest),
+            RolloutParts(pool, publication, dispatcher, fleet, guest),
             learner=self.learner,
             learner_thread=world.device(),
             events=parts.events,
@@ -357,15 +374,17 @@ class _Judge:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self.failing = 0.0
+        self.failing = self.hanging = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
-    def verify(self, prompt: Prompt, response_ids: Sequence[int]) -> RewardResult:
+    async def verify(self, prompt: Prompt, response_ids: Sequence[int]) -> RewardResult:
         digest = generator(0, "verdict", prompt.data_index, *response_ids)
         if digest.random() < self.failing:
             raise ValueError("the verifier has no answer")
+        if digest.random() < self.hanging:
+            await asyncio.Event().wait()
         return judge(sum(response_ids) % 2 == 0)
 
 

@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 from pool_cases import RuleEngine, expected, request_of
 
-from perdure.core.errors import EngineLostError
+from perdure.core.errors import EngineLostError, TrainingError
 from perdure.core.ids import PolicyVersion
-from perdure.publish import InProcessTransport, Publication
+from perdure.publish import (
+    Acknowledgements,
+    InProcessTransport,
+    Publication,
+    PublicationOptions,
+)
 from perdure.rollout import EnginePool, ReplacementOptions, Replacements
 from perdure.rollout.silence import SilenceWatch
 
 ONE = PolicyVersion(1)
 QUICK = ReplacementOptions(max_replacements=2, backoff_s=0.01)
+Publish = Callable[[int], Awaitable[Acknowledgements]]
 
 
 class Keeper:
@@ -32,6 +38,7 @@ class Keeper:
         self.may_build = asyncio.Event()
         self.built: list[RuleEngine] = []
         self.failures = 0
+        self.wrong_digests = False
         self.events: list[str] = []
 
     async def build(self, name: str) -> RuleEngine:
@@ -41,6 +48,7 @@ class Keeper:
             self.failures -= 1
             raise EngineLostError(f"{name} does not start")
         self.built.append(RuleEngine())
+        self.built[-1].wrong_digest = self.wrong_digests
         return self.built[-1]
 
     def note(self, name: str, fields: dict[str, object]) -> None:
@@ -49,12 +57,21 @@ class Keeper:
 
 def drive(scenario: Callable[[EnginePool, Keeper], Awaitable[Any]]) -> Keeper:
     """A pool of ``a`` and ``b`` that serves version 1 and replaces what it loses."""
+    return drive_publishing(lambda pool, keeper, _: scenario(pool, keeper))
+
+
+def drive_publishing(
+    scenario: Callable[[EnginePool, Keeper, Publish], Awaitable[Any]],
+) -> Keeper:
+    """As :func:`drive`; the scenario may publish, by version."""
     keeper = Keeper()
 
     async def main() -> None:
         engines = {name: await keeper.build(name) for name in "ab"}
         pool = EnginePool(engines)
-        publication = Publication(pool, InProcessTransport())
+        publication = Publication(
+            pool, InProcessTransport(), options=PublicationOptions(no_engine_timeout_s=1.0)
+        )
         await publication.publish(ONE, weights={"digest": "d1"}, digest="d1")
         replacements = Replacements(
             pool,
@@ -64,8 +81,18 @@ def drive(scenario: Callable[[EnginePool, Keeper], Awaitable[Any]]) -> Keeper:
             events=keeper.note,
         )
         running = asyncio.create_task(replacements.run())
+
+        async def publish(version: int) -> Acknowledgements:
+            digest = f"d{version}"
+            return await publication.publish(
+                PolicyVersion(version),
+                weights={"digest": digest},
+                digest=digest,
+                nobody_comes=replacements.nobody_comes,
+            )
+
         try:
-            await asyncio.wait_for(scenario(pool, keeper), 20)
+            await asyncio.wait_for(scenario(pool, keeper, publish), 20)
             if running.done():
                 running.result()
         finally:
@@ -170,6 +197,49 @@ def test_an_engine_that_comes_to_a_closed_pool_is_closed() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         drive(scenario)
     assert raised.group_contains(RuntimeError, match="pool is closed")
+
+
+def test_a_publication_that_finds_nobody_waits_for_the_replacement() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper, publish: Publish) -> None:
+        keeper.held = "a"
+        pool.quarantine("b", "was late")
+        keeper.built[1].wrong_digest = True
+        keeper.built[0].die()
+        publishing = asyncio.ensure_future(publish(2))
+        await settle(lambda: "load_weights" in keeper.built[1].calls[4:])
+        assert not publishing.done()
+        keeper.may_build.set()
+        found = await publishing
+        assert (found.version, found.engines) == (2, ("a",))
+        assert {r.name: r.version for r in pool.describe()}["a"] == 2
+
+    drive_publishing(scenario)
+
+
+def test_a_publication_is_refused_when_the_replacement_does_not_take_it_either() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper, publish: Publish) -> None:
+        keeper.held = "a"
+        keeper.built[1].wrong_digest = True
+        keeper.built[0].die()
+        publishing = asyncio.ensure_future(publish(2))
+        await settle(lambda: "load_weights" in keeper.built[1].calls[4:])
+        keeper.wrong_digests = True
+        keeper.may_build.set()
+        with pytest.raises(TrainingError, match="'b' holds digest"):
+            await publishing
+
+    drive_publishing(scenario)
+
+
+def test_a_publication_waits_only_so_long_for_a_replacement() -> None:
+    async def scenario(pool: EnginePool, keeper: Keeper, publish: Publish) -> None:
+        keeper.held = "a"
+        keeper.built[1].wrong_digest = True
+        keeper.built[0].die()
+        with pytest.raises(TrainingError, match="replacements: none has come for 1 s"):
+            await publish(2)
+
+    drive_publishing(scenario)
 
 
 def test_silence_counts_only_while_the_event_loop_could_listen() -> None:

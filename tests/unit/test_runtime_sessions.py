@@ -255,6 +255,31 @@ def test_a_session_whose_tool_lost_its_state_starts_again() -> None:
     assert lives.state is GroupState.FINISHED
 
 
+@pytest.mark.parametrize(("deterministic", "attempts"), [(True, [0, 0]), (False, [0, 1])])
+def test_a_key_stands_for_one_call_though_a_session_starts_again(
+    deterministic: bool, attempts: list[int]
+) -> None:
+    """Of a session that says the same again the key stays the same as well."""
+    tool, rules = with_tools(
+        *[ConnectionResetError("gone")] * 2,
+        kind=ToolKind.REPLAYABLE,
+        continues=False,
+        deterministic=deterministic,
+        retry_pause_s=0.0,
+    )
+    lives = Lives(rules)
+    said = iter("12345678")
+
+    def policy(request: GenerationRequest, before: str) -> str:
+        if "</result>" in before:
+            return "3\x01"
+        return f"<tool>calculator({'1' if deterministic else next(said)})</tool>"
+
+    lives.live(lives.engine(policy=policy))
+    assert lives.state is GroupState.FINISHED
+    assert [key.attempt for key in tool.calls if key.session == FIRST] == attempts
+
+
 @pytest.mark.parametrize("budget", [28, 29, 40, 46])
 def test_the_budget_is_never_exceeded(budget: int) -> None:
     tool, rules = with_tools(sampling=replace(SAMPLING, max_new_tokens=budget))

@@ -8,8 +8,8 @@ again only after it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,6 +27,11 @@ class PublicationOptions(BaseModel):
 
     acknowledge_timeout_s: float = Field(
         default=60.0, gt=0, description="An engine that has not acknowledged by then is left out."
+    )
+    no_engine_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest wait for an engine that is on its way, when no other one is there.",
     )
 
 
@@ -51,12 +56,20 @@ class _Offer:
     weights: Weights
     announce: Callable[[], None] | None
     """Still to be called; None once it was."""
+    engines: list[str] = field(default_factory=list[str])
+    acknowledged: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def acknowledged(self) -> None:
-        """An engine holds it and is about to serve."""
+    def is_held_by(self, engine: str) -> None:
+        """The engine has acknowledged it and is about to serve."""
         announce, self.announce = self.announce, None
         if announce is not None:
             announce()
+        self.engines.append(engine)
+        self.acknowledged.set()
+
+
+async def _at_once() -> None:
+    """Nobody was expected."""
 
 
 class Publication:
@@ -96,16 +109,19 @@ class Publication:
         weights: Mapping[str, Any],
         digest: str,
         announce: Callable[[], None] | None = None,
+        nobody_comes: Callable[[], Awaitable[None]] = _at_once,
     ) -> Acknowledgements:
         """Bring ``weights`` to every engine as ``version``. They may change again afterwards.
 
         An engine that is late goes on loading; it is admitted when it acknowledges, unless another
         version has come by then. ``announce`` is called when the first engine has acknowledged,
         before any of them serves: other engines may be late, and tokens of a version come after the
-        record of it.
+        record of it. When nobody has acknowledged, one that comes by :meth:`catch_up` is waited
+        for, until ``nobody_comes`` returns.
 
         Raises:
-            TrainingError: No engine acknowledged ``digest``; none serves.
+            TrainingError: No engine acknowledged ``digest``, and none has come for
+                ``no_engine_timeout_s`` or will; none serves.
             FencedError: A higher incarnation has published to an engine.
             StorageError: The weights could not be laid out; engines go on with what they have.
         """
@@ -124,9 +140,10 @@ class Publication:
             if isinstance(reason, BaseException):
                 raise reason
         missing = {name: str(reason) for name, reason in zip(names, reasons, strict=True) if reason}
+        if len(missing) == len(names):
+            await self._first(offer, missing, nobody_comes)
+            return Acknowledgements(version, tuple(offer.engines), {})
         acknowledged = tuple(name for name in names if name not in missing)
-        if not acknowledged:
-            raise _nobody(version, missing)
         return Acknowledgements(version, acknowledged, missing)
 
     async def catch_up(self, name: str) -> bool:
@@ -145,6 +162,29 @@ class Publication:
         async with self._lock:
             await self._forget_late(list(self._late))
             await self._transport.close()
+
+    async def _first(
+        self,
+        offer: _Offer,
+        missing: Mapping[str, str],
+        nobody_comes: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Wait for an engine that takes the offer; raises ``TrainingError`` if none will."""
+        limit_s = self._options.no_engine_timeout_s
+        waits = [
+            asyncio.ensure_future(wait) for wait in (offer.acknowledged.wait(), nobody_comes())
+        ]
+        try:
+            over, _ = await asyncio.wait(
+                waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+        if not offer.acknowledged.is_set():
+            late = {} if over else {"replacements": f"none has come for {limit_s:g} s"}
+            raise _nobody(offer.version, {**missing, **late})
 
     async def _bring(self, name: str, offer: _Offer) -> str | None:
         """One engine's publication; returns why it has not acknowledged."""
@@ -193,7 +233,7 @@ class Publication:
                 way_out="the next publication tries again; check its memory if it repeats",
             )
         if offer is self._current:
-            offer.acknowledged()
+            offer.is_held_by(name)
             await self._target.admit(name)
 
     async def _forget_late(self, names: list[str]) -> None:

@@ -11,7 +11,7 @@ from perdure.core.errors import EngineLostError
 from perdure.core.events import EventSink, ignore_events
 from perdure.core.rollout_api import RolloutEngine
 from perdure.rollout.embedded import NO_VERSION
-from perdure.rollout.members import MemberState
+from perdure.rollout.members import MemberReport, MemberState
 from perdure.rollout.options import ReplacementOptions
 from perdure.rollout.pool import EnginePool
 
@@ -48,6 +48,13 @@ class Replacements:
         self._events = events
         self._spent: dict[str, deque[float]] = {}
         self._given_up: set[str] = set()
+        self._making_good = 0
+        self._settled = asyncio.Event()
+
+    async def nobody_comes(self) -> None:
+        """Wait until no lost engine is on its way back, weights and all."""
+        while self._making_good or any(map(self._may_come_back, self._awaited())):
+            await self._settled.wait()
 
     async def run(self) -> None:
         """Replace what gets lost. Runs until cancelled; half-started engines are closed then.
@@ -65,9 +72,13 @@ class Replacements:
 
     async def _make_good(self, name: str, reason: str) -> None:
         """Let who is left serve if need be, and replace the lost one."""
+        self._making_good += 1
         await self._readmit()
-        if self._names is None or name in self._names:
+        if self._is_ours(name):
             await self._replace(name, reason)
+        self._making_good -= 1
+        self._settled.set()
+        self._settled.clear()
 
     async def _readmit(self) -> None:
         """If nobody serves, offer the current weights again to those who have not acknowledged."""
@@ -118,7 +129,7 @@ class Replacements:
         self._given_up.add(name)
         await self._readmit()
         # A lost one may be on its way back, and a new one waits for its first weights.
-        left = [each for each in self._pool.describe() if each.name not in self._given_up]
+        left = self._awaited()
         if all(e.state is MemberState.QUARANTINED and e.version != NO_VERSION for e in left):
             others = "".join(f"; {each}" for each in left)
             raise EngineLostError(
@@ -128,3 +139,13 @@ class Replacements:
                 f"within {self._options.window_s:g} s",
                 way_out="mend what kills the engines, then resume the run",
             )
+
+    def _is_ours(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+    def _may_come_back(self, engine: MemberReport) -> bool:
+        return engine.state is MemberState.LOST and self._is_ours(engine.name)
+
+    def _awaited(self) -> list[MemberReport]:
+        """The engines that are not given up."""
+        return [each for each in self._pool.describe() if each.name not in self._given_up]

@@ -61,6 +61,10 @@ class EngineFleet:
             finally:
                 task.cancel()
 
+    async def nobody_comes(self) -> None:
+        """Wait until no lost engine is on its way back, weights and all."""
+        await self._replacements.nobody_comes()
+
     async def ready(self) -> None:
         """Wait until all engines have been started; each answers within its own deadline."""
         await self._ready.wait()

@@ -159,7 +159,11 @@ class LocalRuntime:
         digest = self._learner.policy_digest()
         weights = self._learner.policy_weights()
         done = await self._publication.publish(
-            version, weights=weights, digest=digest, announce=announce
+            version,
+            weights=weights,
+            digest=digest,
+            announce=announce,
+            nobody_comes=self._nobody_comes,
         )
         for engine, reason in done.missing.items():
             self._events("engine_quarantined", {"engine": engine, "reason": reason})
@@ -195,6 +199,10 @@ class LocalRuntime:
     @property
     def optimizer_step(self) -> int:
         return self._learner.optimizer_step
+
+    async def _nobody_comes(self) -> None:
+        if self._fleet is not None:
+            await self._fleet.nobody_comes()
 
     async def _on_learner(self, work: Callable[[], T]) -> T:
         if self._learner_thread is None:

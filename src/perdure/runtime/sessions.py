@@ -54,6 +54,7 @@ class SessionRules:
             those in front of a tool call.
         continues: A session that was interrupted goes on from what it has; otherwise it starts
             again from its prompt, and its journaled calls are not made again.
+        deterministic: A session that starts again says the same, so that its calls are the same.
         verifier_timeout_s: Longest wait for a verdict.
     """
 
@@ -65,6 +66,7 @@ class SessionRules:
     retry_pause_s: float = 0.5
     partial_tokens: int | None = None
     continues: bool = True
+    deterministic: bool = False
     verifier_timeout_s: float = 60.0
 
     @property
@@ -213,7 +215,7 @@ class SessionRunner:
                 except InfrastructureError as error:
                     reason = error.what
                     if not self.rules.continues:
-                        session.start_again(session.builder.attempt)
+                        self._start_again(session, reason)
                 if attempt == self.rules.retries:
                     return f"{key}: {reason} (attempt {attempt + 1})"
                 self._events("session_retried", {"session": key, "reason": reason})
@@ -229,6 +231,13 @@ class SessionRunner:
             if self.on_session_end is not None:
                 self.on_session_end()
 
+    def _start_again(self, session: _Session, reason: str) -> None:
+        """From the prompt; as another attempt if tools know what this one said."""
+        if session.builder.logged:
+            self._restart(session, reason)
+        else:
+            session.start_again(session.builder.attempt)
+
     def _restart(self, session: _Session, reason: str) -> None:
         self.log.flush()
         attempt = session.builder.attempt + 1
@@ -241,7 +250,7 @@ class SessionRunner:
             session.id,
             session.builder.attempt,
             rules=self.rules.tools,
-            journal=_Journal(self.log, session, self.rules.continues),
+            journal=_Journal(self.log, session, self.rules),
             known=session.known,
         )
         try:
@@ -291,19 +300,18 @@ class _Journal:
 
     log: SessionLog
     session: _Session
-    continues: bool
+    rules: SessionRules
 
     async def result(self, record: ToolResult) -> None:
-        self._log_tokens()
+        if self.rules.continues:
+            self.log.grown(self.session.builder)
         await self.log.result(record)
 
     async def durable(self) -> None:
-        self._log_tokens()
-        await self.log.durable()
-
-    def _log_tokens(self) -> None:
-        if self.continues:
+        # Of a deterministic session the journal alone says it: its tokens come again.
+        if not self.rules.deterministic:
             self.log.grown(self.session.builder)
+        await self.log.durable()
 
 
 def prompt_of(submitted: Submitted) -> Prompt:

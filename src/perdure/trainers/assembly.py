@@ -216,5 +216,6 @@ def session_rules(config: RunConfig, task: Task) -> SessionRules:
         retries=rollout.session_retries,
         partial_tokens=rollout.partial_tokens,
         continues=rollout.continue_partials and not config.deterministic,
+        deterministic=config.deterministic,
         verifier_timeout_s=rollout.verifier_timeout_s,
     )
