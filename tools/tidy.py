@@ -49,6 +49,8 @@ TORCH_PLACES = (
 )
 PICKLER = "src/perdure/checkpoint/legacy.py"
 """The one file that pickles."""
+ABANDONER = "src/perdure/runtime/verdicts.py"
+"""The one file that leaves threads alone: with user code that hangs."""
 GLOBAL_STREAMS = ("src/perdure/trainers/environment.py",)
 """Seeds the global streams once, for user code that draws from them."""
 
@@ -264,9 +266,14 @@ def owned_tasks(source: Source) -> Found:
             yield node.lineno, "a task needs an owner: start it in an asyncio.TaskGroup or keep it"
     for call, name in source.calls():
         daemon = [keyword.value for keyword in call.keywords if keyword.arg == "daemon"]
-        if name.rpartition(".")[2] == "Thread" and [ast.unparse(d) for d in daemon] not in (
-            [],
-            ["False"],
+        if (
+            name.rpartition(".")[2] == "Thread"
+            and [ast.unparse(d) for d in daemon]
+            not in (
+                [],
+                ["False"],
+            )
+            and source.path != ABANDONER
         ):
             yield call.lineno, "a daemon thread dies unheard: join it where it is owned"
 

@@ -339,6 +339,8 @@ def test_a_verifier_that_is_too_slow_fails_the_session() -> None:
     lives.live(lives.engine(policy=talks))
     assert lives.state is GroupState.FAILED
     assert "verifier gave no verdict within 0.01 s" in lives.reason
+    told = [str(fields["message"]) for name, fields in lives.events if name == "warning"]
+    assert told[0] == "session g0.s0 has failed: verifier gave no verdict within 0.01 s"
 
 
 def test_a_verifier_whose_ground_fails_is_asked_again_about_the_same_answer() -> None:

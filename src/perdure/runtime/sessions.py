@@ -34,7 +34,7 @@ from perdure.runtime.tool_calls import (
     ToolRules,
 )
 from perdure.runtime.trajectory_builder import TrajectoryBuilder
-from perdure.runtime.verdicts import Judge, VerdictError
+from perdure.runtime.verdicts import Judge, VerdictError, VerdictLateError
 from perdure.tasks.api import Prompt
 
 _LINGER_S = 0.1
@@ -289,7 +289,11 @@ class SessionRunner:
         trajectory = session.builder.trajectory(reason)
         session.watch.doing = "judging"
         response_ids = trajectory.response_ids_T.tolist()
-        verdict = await self.judge.verdict(prompt_of(session.submitted), response_ids)
+        try:
+            verdict = await self.judge.verdict(prompt_of(session.submitted), response_ids)
+        except VerdictLateError as error:
+            self._events("warning", {"message": f"session {session.id.key()} has failed: {error}"})
+            raise
         self.log.finished(FinishedSession(trajectory, verdict.reward, verdict.parts))
         self._faults.reach(FaultPoint.SESSION_FINISHED)
 

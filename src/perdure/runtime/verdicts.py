@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from perdure.core.errors import InfrastructureError
 from perdure.tasks.api import Prompt, RewardResult, Task
 
 _THREADS = 8
+_MAX_GIVEN_UP = 64
+"""Threads of verifiers that hang; with so many, no other verifier is asked."""
 
 
 class VerdictError(Exception):
     """An answer has no verdict; says why."""
 
 
+class VerdictLateError(VerdictError):
+    """The verifier was given up."""
+
+
 class Judge:
     """Asks the verifier of a task, in threads if it may be slow (``Task.slow_verifier``).
 
-    A verifier that is given up goes on in its thread, since nothing can end one. When all threads
-    are taken so, verdicts that need one are too late as well.
+    A verifier that is given up goes on in its thread, since nothing can end one. Neither others nor
+    the end of the process wait for it.
 
     Args:
         timeout_s: Longest wait for a verdict.
@@ -32,25 +39,23 @@ class Judge:
     def __init__(self, task: Task, *, timeout_s: float) -> None:
         self._task = task
         self._timeout_s = timeout_s
-        self._threads = (
-            ThreadPoolExecutor(_THREADS, thread_name_prefix="verifier")
-            if task.slow_verifier
-            else None
-        )
+        self._threads = _Threads() if task.slow_verifier else None
 
     async def verdict(self, prompt: Prompt, response_ids: Sequence[int]) -> RewardResult:
         """The verdict.
 
         Raises:
-            VerdictError: The verifier raised, was too slow, or gave no finite reward.
+            VerdictError: The verifier raised, was too slow (``VerdictLateError``), or its reward is
+                not finite.
             InfrastructureError: As the verifier said: what it stands on failed.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
                 verdict = await self._asked(prompt, response_ids)
         except TimeoutError:
-            raise VerdictError(f"verifier gave no verdict within {self._timeout_s:g} s") from None
-        except InfrastructureError:
+            what = f"verifier gave no verdict within {self._timeout_s:g} s"
+            raise VerdictLateError(what) from None
+        except (InfrastructureError, VerdictError):
             raise
         except Exception as error:
             raise VerdictError(f"verifier raised {type(error).__name__}: {error}") from error
@@ -62,7 +67,52 @@ class Judge:
         if self._threads is None:
             found = self._task.verify(prompt, response_ids)
         else:
-            loop = asyncio.get_running_loop()
-            verify = self._task.verify
-            found = await loop.run_in_executor(self._threads, verify, prompt, response_ids)
+            found = await self._threads.call(lambda: self._task.verify(prompt, response_ids))
         return cast("RewardResult", await found if inspect.isawaitable(found) else found)
+
+
+class _Threads:
+    """Makes calls in threads, a few at once; those that are given up count no more."""
+
+    def __init__(self) -> None:
+        self._room = asyncio.Semaphore(_THREADS)
+        self._given_up: set[threading.Thread] = set()
+
+    async def call(self, verify: Callable[[], object]) -> object:
+        """What the call gives, or raises. Cancellation leaves it to itself.
+
+        Raises:
+            VerdictError: Too many that were given up have not returned.
+        """
+        async with self._room:
+            self._given_up = {thread for thread in self._given_up if thread.is_alive()}
+            if len(self._given_up) >= _MAX_GIVEN_UP:
+                raise VerdictError(f"{_MAX_GIVEN_UP} verifiers hang, so no other one is asked")
+            loop = asyncio.get_running_loop()
+            answer: asyncio.Future[tuple[object, BaseException | None]] = loop.create_future()
+
+            def settle(result: object, error: BaseException | None) -> None:
+                if not answer.done():
+                    answer.set_result((result, error))
+
+            def run() -> None:
+                result, error = None, None
+                try:
+                    result = verify()
+                except BaseException as raised:  # noqa: BLE001 - raised where it is waited for
+                    error = raised
+                # Nobody listens any more if the loop is closed.
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(settle, result, error)
+
+            # One that hangs can be neither ended nor joined.
+            thread = threading.Thread(target=run, name="verifier", daemon=True)
+            thread.start()
+            try:
+                result, error = await answer
+            except asyncio.CancelledError:
+                self._given_up.add(thread)
+                raise
+            if error is not None:
+                raise error
+            return result
