@@ -53,6 +53,7 @@ BUSY = ("session_finished", "log_acknowledged", "batch_taken", "weights_publishe
 """Where engines are killed."""
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_at_random_points(server: ForkServer, tmp_path: Path, mode: str, seed: int) -> None:
