@@ -313,13 +313,19 @@ def check_image(
 
 
 @contextlib.contextmanager
-def open_past_cache(path: str) -> Generator[int]:
-    """A descriptor that reads what the disk has; see :func:`read_piece`."""
+def open_past_cache(path: str, *, forget: bool = True) -> Generator[int]:
+    """A descriptor for :func:`read_piece`, past the page cache where the file system has O_DIRECT.
+
+    Args:
+        path: The file.
+        forget: Drop what the page cache has of it, so that in any case the disk is read.
+    """
     descriptor = _open_direct(path, os.O_RDONLY)
     if descriptor < 0:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if forget:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         yield descriptor
     finally:
         os.close(descriptor)

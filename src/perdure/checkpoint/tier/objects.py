@@ -48,7 +48,10 @@ class ObjectStore(Protocol):
     """
 
     def create(self, key: str, data: Bytes) -> bool:
-        """Store a new object, or return False if the key is taken (perhaps by this very call)."""
+        """Store a new object, or return False if the key is taken (perhaps by this very call).
+
+        ``data`` may hold other bytes as soon as the call returns, unless its buffer is still held.
+        """
         ...
 
     def overwrite(self, key: str, data: Bytes) -> None:

@@ -21,7 +21,7 @@ class TierOptions:
         log_ship_s: The tail of the log is shipped at least this often; what a lost disk may cost.
         poll_s: How often the tier looks whether a log segment was finished.
         piece_bytes: Size of the objects that large files are cut into.
-        parallel: Requests under way at once; one piece more is in memory when pulling.
+        parallel: Requests under way at once. So many pieces are in memory, one more when pulling.
         read_back: Read every stored piece and compare it before the pointer moves.
         call_timeout_s: Longest wait for one request, its repetitions included.
         close_timeout_s: How long closing goes on shipping what is missing.

@@ -8,7 +8,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import xxhash
 
 from perdure.checkpoint.manifest import (
@@ -20,6 +19,7 @@ from perdure.checkpoint.manifest import (
     directory_path,
 )
 from perdure.checkpoint.tier.head import separate_ways
+from perdure.checkpoint.tier.local_pieces import LocalPieces, ReadPiece
 from perdure.checkpoint.tier.objects import ObjectStore, RemoteUnavailableError, chunk_sums
 from perdure.checkpoint.tier.options import TierOptions
 from perdure.checkpoint.tier.pieces import Piece, files_of, in_order, pieces_of, segments_of
@@ -79,34 +79,36 @@ class Upload:
         root = directory_path(manifest.name.directory)
         segments = segments_of(manifest)
         new = {path: entry for path, entry in segments.items() if path not in shared}
+        options = self.options
+        local = LocalPieces(self.storage, piece_bytes=options.piece_bytes, ahead=options.parallel)
         there = self.objects.list(root)
         for folder in sorted({posixpath.dirname(path) for path in new}):
             there |= self.objects.list(folder)
         for path, entry in (new | files_of(manifest)).items():
-            self._store_file(path, entry, there)
+            self._store_file(path, entry, there, local)
         key = f"{root}/{MANIFEST}"
         if not self.objects.create(key, data) and self.objects.read(key) != data:
             raise separate_ways("another checkpoint of this name is in the remote tier", where=key)
         self.faults.reach(FaultPoint.REMOTE_MANIFEST_STORED)
 
-    def _store_file(self, path: str, entry: FileEntry, there: dict[str, int]) -> None:
-        data = self.storage.map(path)
-        if data.nbytes != entry.bytes:
+    def _store_file(
+        self, path: str, entry: FileEntry, there: dict[str, int], local: LocalPieces
+    ) -> None:
+        if self.storage.size(path) != entry.bytes:
             raise _damaged(path)
         pieces = pieces_of(path, entry.bytes, piece_bytes=self.options.piece_bytes)
-        said = [_said(entry, piece) for piece in pieces]
+        said = {piece: sums for piece in pieces if (sums := _said(entry, piece)) is not None}
         # What comes back is then compared with the manifest: the file itself need not be hashed.
-        state = None if self.options.read_back and all(said) else xxhash.xxh3_128()
-        for _ in self._each(self._store_calls(pieces, data, state, there)):
-            self.faults.reach(FaultPoint.REMOTE_PIECE_STORED)
-            self.between()
-        if state is not None and state.hexdigest() != entry.checksum:
+        hashed = None if self.options.read_back and len(said) == len(pieces) else _Hashed()
+        with local.open(path) as read:
+            for _ in self._each(self._store_calls(pieces, read, hashed, there)):
+                self.faults.reach(FaultPoint.REMOTE_PIECE_STORED)
+                self.between()
+        if hashed is not None and hashed.whole.hexdigest() != entry.checksum:
             raise _damaged(path)
         if self.options.read_back:
-            compare = (
-                partial(self._compare, piece, data[piece.start : piece.end].data, sums)
-                for piece, sums in zip(pieces, said, strict=True)
-            )
+            wanted = said if hashed is None else hashed.pieces
+            compare = (partial(self._compare, piece, wanted[piece]) for piece in pieces)
             for _ in self._each(compare):
                 self.between()
 
@@ -121,16 +123,21 @@ class Upload:
     def _store_calls(
         self,
         pieces: list[Piece],
-        data: np.ndarray[tuple[int], np.dtype[np.uint8]],
-        state: xxhash.xxh3_128 | None,
+        read: ReadPiece,
+        hashed: _Hashed | None,
         there: dict[str, int],
     ) -> Iterator[Callable[[], None]]:
-        """Requests for the missing pieces; all of them go into ``state`` on the way."""
+        """Requests for the missing pieces; all of them go into ``hashed`` on the way."""
         for piece in pieces:
-            view = data[piece.start : piece.end].data
-            if state is not None:
-                state.update(view)
-            if there.get(piece.key) != piece.bytes:
+            missing = there.get(piece.key) != piece.bytes
+            if not missing and hashed is None:
+                continue
+            view = read(piece)
+            if view.nbytes != piece.bytes:
+                raise _damaged(piece.path)
+            if hashed is not None:
+                hashed.add(piece, view, each=self.options.read_back)
+            if missing:
                 yield partial(self._store, piece, view)
 
     def _store(self, piece: Piece, view: memoryview) -> None:
@@ -138,11 +145,11 @@ class Upload:
             # Of another size when it was listed, or stored by an attempt whose answer was lost.
             self.objects.overwrite(piece.key, view)
 
-    def _compare(self, piece: Piece, local: memoryview, said: _Sums | None) -> None:
+    def _compare(self, piece: Piece, wanted: _Sums) -> None:
         """What is stored is what was committed; a wrong piece is stored once more."""
-        wanted = said or _Sums.of(local, piece.bytes)
         if self._stored(piece, wanted.chunk_bytes) == wanted.sums:
             return
+        local = self.storage.map(piece.path)[piece.start : piece.end].data
         if _Sums.of(local, wanted.chunk_bytes) != wanted:
             raise _damaged(piece.path)
         self.objects.overwrite(piece.key, local)
@@ -173,6 +180,20 @@ class _Sums:
     @classmethod
     def of(cls, data: memoryview, chunk_bytes: int) -> _Sums:
         return cls(chunk_bytes, chunk_sums([data], chunk_bytes)[1])
+
+
+class _Hashed:
+    """Checksums of what is stored, taken as it goes."""
+
+    def __init__(self) -> None:
+        self.whole = xxhash.xxh3_128()
+        self.pieces: dict[Piece, _Sums] = {}
+
+    def add(self, piece: Piece, data: memoryview, *, each: bool) -> None:
+        """The next piece; with ``each`` it gets a checksum of its own too."""
+        self.whole.update(data)
+        if each:
+            self.pieces[piece] = _Sums.of(data, piece.bytes)
 
 
 def _said(entry: FileEntry, piece: Piece) -> _Sums | None:
