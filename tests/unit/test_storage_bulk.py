@@ -261,3 +261,17 @@ def test_parts_become_one_file(tmp_path: Path, sizes: list[int]) -> None:
     views = [memoryview(part) for part in parts]
     bulk.write_parts(path, views, len(whole), buffer=bulk.chunk_buffer())
     assert Path(path).read_bytes() == whole
+
+
+@pytest.mark.parametrize("size", [1, bulk.ALIGNMENT, bulk.CHUNK_BYTES + 5])
+def test_blocks_that_come_by_and_by_become_one_file(
+    tmp_path: Path, shared: Shared, size: int
+) -> None:
+    step, path = 3 * bulk.ALIGNMENT, tmp_path / "file"
+    with memoryview(shared.map) as memory:
+        blocks = (
+            (at, memory[at : min(at + step, bulk.aligned(size))]) for at in range(0, size, step)
+        )
+        bulk.write_blocks(str(path), blocks, size)
+        del blocks
+    assert path.read_bytes() == shared.map[:size]

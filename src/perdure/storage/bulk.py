@@ -84,7 +84,7 @@ def write_image(
     source = _Source([data], size, bool(buffers))
     feed = _Feed(source, buffers, step)
     try:
-        _create(path, source, iter(feed), progress)
+        _create(path, size, iter(feed), whole_blocks=source.whole_blocks, progress=progress)
     finally:
         feed.close()
     return feed.sums()
@@ -106,22 +106,39 @@ def write_parts(
     """
     source = _Source(parts, size, buffer is not None)
     pieces = ((start, source.piece(start, end, buffer)) for start, end in source.ends())
-    _create(path, source, pieces, no_progress)
+    _create(path, size, pieces, whole_blocks=source.whole_blocks)
+
+
+def write_blocks(path: str, pieces: Iterable[tuple[int, memoryview]], size: int) -> None:
+    """As :func:`write_parts`, of pieces that come by and by.
+
+    Args:
+        path: A file that does not exist.
+        pieces: ``(offset, blocks)``, page-aligned and one behind the other. The last one reaches
+            up to the next multiple of :data:`ALIGNMENT` behind ``size``. Each is used up when the
+            next one is asked for.
+        size: Bytes of the file.
+
+    Raises:
+        OSError: The file system refused; a part of the file may be there.
+    """
+    _create(path, size, pieces, whole_blocks=True)
 
 
 def _create(
     path: str,
-    source: _Source,
+    size: int,
     pieces: Iterable[tuple[int, memoryview]],
-    progress: Callable[[], None],
+    *,
+    whole_blocks: bool,
+    progress: Callable[[], None] = no_progress,
 ) -> None:
     """Write a new file, piece by piece; its content is durable on return."""
-    size = source.size
     descriptor = direct = -1
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        direct = _open_direct(path) if source.whole_blocks and size else -1
-        if source.whole_blocks:
+        direct = _open_direct(path) if whole_blocks and size else -1
+        if whole_blocks:
             _allocate(descriptor, aligned(size))
         for start, blocks in pieces:
             if direct >= 0 and not _write_direct(direct, blocks, start):
@@ -130,7 +147,7 @@ def _create(
             if direct < 0:
                 _write(descriptor, blocks[: size - start], start)
             progress()
-        if source.whole_blocks:
+        if whole_blocks:
             os.ftruncate(descriptor, size)
         os.fsync(descriptor)
     finally:

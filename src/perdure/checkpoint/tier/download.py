@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
@@ -18,6 +19,8 @@ from perdure.checkpoint.tier.pieces import in_order
 from perdure.core.errors import DamagedError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.storage_api import Storage
+from perdure.storage import PosixStorage, bulk
+from perdure.storage.refusals import refusal
 
 _TRIES = 3
 """Fetches of a file whose bytes arrive wrong, before the remote copy is called damaged."""
@@ -56,8 +59,38 @@ class Wanted:
 class _Arrived:
     """A range in a buffer that is to be given back; None: its object is not what it should be."""
 
-    buffer: bytearray
+    buffer: memoryview
     data: memoryview | None
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """The ranges of one file, as they come: ``(offset in the file, data, its buffer)``.
+
+    Their buffers are given back. What is wrong is left out, and noted.
+    """
+
+    file: Wanted
+    arrived: Iterator[_Arrived]
+    buffers: SimpleQueue[memoryview]
+    right: bool = True
+    state: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+    def __iter__(self) -> Generator[tuple[int, memoryview, memoryview]]:
+        position = 0
+        for one in self.file.ranges:
+            got = next(self.arrived)
+            if got.data is None:
+                self.right = False
+            else:
+                self.state.update(got.data)
+                yield position, got.data, got.buffer
+            position += one.end - one.start
+            self.buffers.put(got.buffer)
+        wanted = self.file.entry
+        self.right = self.right and position == wanted.bytes
+        if wanted.checksum:
+            self.right = self.right and self.state.hexdigest() == wanted.checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +145,9 @@ class Download:
         """Fetch each file once; returns those that arrived wrong."""
         largest = max((one.bytes for file in files for one in file.ranges), default=0)
         # One more than requests are under way: the one that is being written.
-        buffers: SimpleQueue[bytearray] = SimpleQueue()
+        buffers: SimpleQueue[memoryview] = SimpleQueue()
         for _ in range(self.options.parallel + 1):
-            buffers.put(bytearray(largest))
+            buffers.put(bulk.huge_pages(bulk.aligned(largest) or bulk.ALIGNMENT))
         calls = (partial(self._read, one, buffers) for file in files for one in file.ranges)
         arrived = in_order(
             self.executor,
@@ -122,13 +155,13 @@ class Download:
             ahead=self.options.parallel,
             timeout_s=self.options.call_timeout_s,
         )
-        wrong = [file for file in files if not self._write(file, arrived, buffers)]
+        wrong = [file for file in files if not self._write(_Arriving(file, arrived, buffers))]
         assert next(arrived, None) is None
         return wrong
 
-    def _read(self, one: Range, buffers: SimpleQueue[bytearray]) -> _Arrived:
+    def _read(self, one: Range, buffers: SimpleQueue[memoryview]) -> _Arrived:
         buffer = buffers.get(timeout=self.options.call_timeout_s)
-        out = memoryview(buffer)[: one.bytes]
+        out = buffer[: one.bytes]
         try:
             right = self.objects.read_into(one.key, out)
         except FileNotFoundError as error:
@@ -142,35 +175,49 @@ class Download:
             right = right and xxhash.xxh3_128_hexdigest(out) == one.checksum
         return _Arrived(buffer, out[one.start : one.end] if right else None)
 
-    def _write(
-        self, file: Wanted, arrived: Iterator[_Arrived], buffers: SimpleQueue[bytearray]
-    ) -> bool:
+    def _write(self, coming: _Arriving) -> bool:
         """Write one file under a temporary name; it gets its own if every byte is right."""
-        folder, name = posixpath.split(file.path)
+        path = coming.file.path
+        folder, name = posixpath.split(path)
         temporary = posixpath.join(folder, f".tmp-{name}")
         self.storage.remove(temporary)
-        state = xxhash.xxh3_128()
-        right = True
-        out = self.storage.create_append(temporary)
-        try:
-            for _ in file.ranges:
-                one = next(arrived)
-                if one.data is None:
-                    right = False
-                else:
-                    state.update(one.data)
-                    out.append([one.data])
-                buffers.put(one.buffer)
-            right = right and out.size == file.entry.bytes
-            if file.entry.checksum:
-                right = right and state.hexdigest() == file.entry.checksum
-            if right:
-                out.sync()
-        finally:
-            out.close()
-        if right:
-            self.storage.rename(temporary, file.path)
+        if isinstance(self.storage, PosixStorage) and _in_blocks(coming.file):
+            _write_direct(self.storage, temporary, coming)
+        else:
+            _append(self.storage, temporary, coming)
+        if coming.right:
+            self.storage.rename(temporary, path)
             self.faults.reach(FaultPoint.REMOTE_FILE_PULLED)
         else:
             self.storage.remove(temporary)
-        return right
+        return coming.right
+
+
+def _in_blocks(file: Wanted) -> bool:
+    """Whether it can be written past the page cache, which costs a fraction of the CPU."""
+    ends = [one.end for one in file.ranges]
+    return (
+        sys.platform == "linux"
+        and sum(ends) == file.entry.bytes
+        and not any(one.start for one in file.ranges)
+        and not any(end % bulk.ALIGNMENT for end in ends[:-1])
+    )
+
+
+def _write_direct(disk: PosixStorage, path: str, coming: _Arriving) -> None:
+    blocks = ((at, buffer[: bulk.aligned(data.nbytes)]) for at, data, buffer in coming)
+    try:
+        bulk.write_blocks(disk.full(path), blocks, coming.file.entry.bytes)
+    except OSError as error:
+        raise refusal("write", where=path, error=error) from error
+
+
+def _append(storage: Storage, path: str, coming: _Arriving) -> None:
+    out = storage.create_append(path)
+    try:
+        for _, data, _ in coming:
+            out.append([data])
+        if coming.right:
+            out.sync()
+    finally:
+        out.close()
