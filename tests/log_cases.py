@@ -42,7 +42,7 @@ from perdure.experience.claims import (
     highest_incarnation,
     newest_started,
 )
-from perdure.experience.columns import LooseTrajectories, trajectory_columns
+from perdure.experience.columns import LooseTrajectories, checked_columns
 from perdure.experience.entries import Entry
 from perdure.experience.partials import partial_entries, read_tokens, says_the_same
 from perdure.experience.payloads import Payload, PayloadReader, columns_payload
@@ -141,7 +141,7 @@ def sessions_done(groups: Sequence[int], tokens: int = 5) -> Entry:
         payload=NO_REF,
     )
     rows = [trajectory(group, tokens) for group in groups]
-    return Entry(record, trajectories=LooseTrajectories(rows, trajectory_columns(rows)))
+    return Entry(record, trajectories=LooseTrajectories(rows, checked_columns(rows)[0]))
 
 
 def delta(group: int, start: int, end: int) -> PartialDelta:
@@ -170,7 +170,7 @@ def payload_of(group: int) -> Payload:
 
 def payload_with(trajectories: Sequence[Trajectory]) -> Payload:
     """The payload record of these trajectories."""
-    return columns_payload(trajectory_columns(trajectories))
+    return columns_payload(checked_columns(trajectories)[0])
 
 
 def keys_of(record: ControlRecord | None) -> list[str]:

@@ -24,7 +24,7 @@ from perdure.core.experience_records import GroupSettled
 from perdure.core.ids import GroupId
 from perdure.core.record_types import GroupOutcome
 from perdure.experience import RemoteOptions
-from perdure.experience.columns import trajectory_columns
+from perdure.experience.columns import checked_columns
 from perdure.experience.remote.frames import FrameType, make_frame, number_frame, parse_frame
 from perdure.experience.remote.requests import read_request, sessions_frame
 
@@ -153,7 +153,7 @@ def test_remote_segments_that_do_not_cover_the_response_are_refused(
     segments: list[list[tuple[int, int, int]]], lengths: list[int]
 ) -> None:
     good = [one.trajectory for one in group_of(0)]
-    fields, arrays = trajectory_columns(good)
+    (fields, arrays), _ = checked_columns(good)
     request = {**fields, "segments": segments, "response_tokens": lengths}
     request |= {"rewards": [0.5, 1.0], "parts": [{}, {}], "settled": []}
     frame = number_frame(make_frame(FrameType.SESSIONS, request, arrays), 1)
@@ -198,7 +198,7 @@ VALUES = st.recursive(
 def test_remote_nonsense_is_refused_and_the_store_goes_on(data: st.DataObject, name: str) -> None:
     """A whole frame with a true checksum and a field that may be anything."""
     good = group_of(0)
-    fields, arrays = trajectory_columns([one.trajectory for one in good])
+    (fields, arrays), _ = checked_columns([one.trajectory for one in good])
     request: dict[str, Any] = {
         **fields,
         "rewards": [one.reward for one in good],

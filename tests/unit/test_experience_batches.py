@@ -133,6 +133,48 @@ def test_a_session_that_cannot_be_logged_leaves_nothing_behind(
     store.flush(1)
 
 
+def _misfits() -> dict[str, dict[str, Any]]:
+    """What does not fit together in a trajectory of four tokens → the fields that say so."""
+    given = session(0, 1).trajectory
+    axes = {"response_ids_T": given.response_ids_T.reshape(-1, 1)}
+    bounds = {
+        "ends early": [(0, 3)],
+        "ends late": [(0, 5)],
+        "starts late": [(1, 4)],
+        "ends with a fraction": [(0, 4.0)],
+        "gap": [(0, 1), (2, 4)],
+        "overlap": [(0, 3), (2, 4)],
+        "empty": [(0, 0), (0, 4)],
+        "several end early": [(0, 1), (1, 3)],
+        "several with a fraction": [(0, 2.0), (2, 4)],
+    }
+    segments: dict[str, dict[str, Any]] = {
+        name: {"segments": tuple([Segment(PolicyVersion(0), *one) for one in some])}
+        for name, some in bounds.items()
+    }
+    return segments | {
+        "negative version": {"segments": (Segment(PolicyVersion(-1), 0, 4),)},
+        "few log-probabilities": {"logprobs_T": given.logprobs_T[:-1]},
+        "wide log-probabilities": {"logprobs_T": given.logprobs_T.astype(np.float64)},
+        "log-probabilities with 2 axes": {"logprobs_T": given.logprobs_T.reshape(-1, 1)},
+        "few flags": {"loss_mask_T": given.loss_mask_T[:-1]},
+        "flags that are bool": {"loss_mask_T": given.loss_mask_T.astype(np.bool_)},
+        "unsigned prompt": {"prompt_ids_P": given.prompt_ids_P.astype(np.uint32)},
+        "2 axes": axes,
+    }
+
+
+@pytest.mark.parametrize("changes", [pytest.param(v, id=k) for k, v in _misfits().items()])
+def test_what_does_not_fit_together_is_refused_in_any_company(
+    store: ExperienceStore, changes: dict[str, Any]
+) -> None:
+    wrong = _with(session(0, 1), **changes)
+    for company in ([wrong], [session(0, 0), wrong], [wrong, session(0, 0)]):
+        with pytest.raises((AssertionError, TypeError, ValueError)):
+            store.sessions_done(company)
+    assert not store.state.groups[GroupId(0)].done
+
+
 def test_what_cannot_be_encoded_is_refused_before_it_counts(store: ExperienceStore) -> None:
     before = make.comparable(store.state)
     with pytest.raises(ValueError, match="surrogates"):

@@ -78,7 +78,7 @@ class SessionsDone:
         rows = len(self.sessions)
         if not rows:
             raise ValueError("a record of settled sessions has no row")
-        if any(len(column) != rows for column in columns):
+        if set(map(len, columns)) != {rows}:
             raise ValueError(f"columns of unequal length beside {rows} sessions")
 
     def key(self) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping, Sequence
-from itertools import chain, repeat
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from perdure.core.trajectories import Array, Trajectory
+from perdure.core.record_types import StopReason
+from perdure.core.trajectories import Array, Segment, Trajectory
 
 MAX_NUMBER = 2**62
 """Highest id, version or count in a record; what counts on from it still fits."""
@@ -18,22 +17,12 @@ LOGPROBS = np.dtype("<f4")
 MASK = np.dtype("|u1")
 _FEW = 2**27
 """So many tokens certainly fit into a record."""
-_PLAIN = frozenset({int})
-# What is done to every row costs several times as much as bytecode.
-_PARTS = operator.attrgetter(
-    "session",
-    "prompt_ids_P",
-    "response_ids_T",
-    "logprobs_T",
-    "loss_mask_T",
-    "segments",
-    "stop_reason",
-)
-_ROW = operator.attrgetter("group", "index")
-_SPAN = operator.attrgetter("version", "start", "end")
-_KIND = operator.attrgetter("dtype", "shape")
-_VALUE = operator.attrgetter("_value_")
-"""``value`` of an enumeration's member, without the descriptor that makes it slow."""
+_FIELDS = ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons")
+_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
+_TYPES = (IDS, IDS, LOGPROBS, MASK)
+_Span = tuple[int, int, int]
+"""Version, start and end of a segment."""
+_TEXT_OF = {reason: reason.value for reason in StopReason}
 
 
 class TrajectoryColumns(NamedTuple):
@@ -91,71 +80,65 @@ def joined_columns(columns: Sequence[TrajectoryColumns]) -> TrajectoryColumns:
     return TrajectoryColumns(_joined(every_field), _joined(every_array))
 
 
-def trajectory_columns(trajectories: Sequence[Trajectory]) -> TrajectoryColumns:
-    """The columns of trajectories that :func:`are_plain` or ``require_encodable`` has passed."""
-    ids, prompts, responses, logprobs, masks, segments, reasons = zip(
-        *map(_PARTS, trajectories), strict=True
-    )
-    fields: dict[str, list[Any]] = {
-        "sessions": list(map(_ROW, ids)),
-        "prompt_tokens": [array.size for array in prompts],
-        "response_tokens": [array.size for array in responses],
-        "segments": [list(map(_SPAN, some)) for some in segments],
-        "stop_reasons": list(map(_VALUE, reasons)),
-    }
-    arrays = {
-        "prompt_ids": prompts,
-        "response_ids": responses,
-        "logprobs": logprobs,
-        "loss_mask": masks,
-    }
-    return TrajectoryColumns(fields, arrays)
-
-
-def are_plain(columns: TrajectoryColumns) -> bool:
-    """Whether nothing is wrong with any row: a quick answer for the many that are well.
+def checked_columns(trajectories: Sequence[Trajectory]) -> tuple[TrajectoryColumns, bool]:
+    """The columns of trajectories, and whether all rows are certain to be well.
 
     A row is well if ``Trajectory.check`` and ``require_encodable`` would pass it, its response is
     not empty and its arrays are in the byte order of the format. What is not a trajectory at all
-    may raise ``TypeError`` or ``ValueError``.
+    may raise ``AttributeError``, ``LookupError``, ``TypeError`` or ``ValueError``.
     """
-    fields, arrays = columns
-    segments, lengths = fields["segments"], fields["response_tokens"]
-    groups, indexes = zip(*fields["sessions"], strict=True)
-    versions, starts, ends = zip(*chain.from_iterable(segments), strict=True)
-    numbers = groups + indexes + versions
-    plain = _PLAIN.issuperset(map(type, numbers + starts + ends))
-    if not plain or min(numbers) < 0 or max(numbers) > MAX_NUMBER:
-        return False
-    if set(map(len, segments)) == {1}:
-        covered = list(ends) == lengths and not any(starts) and min(lengths) > 0
-    else:
-        covered = all(map(_covers, segments, lengths))
-    return covered and _are_arrays(arrays, fields["prompt_tokens"], lengths)
+    # One loop of plain bytecode costs less than functions mapped over as few rows as a group has.
+    rows: list[tuple[Any, ...]] = []
+    well = True
+    for one in trajectories:
+        key, prompt, response = one.session, one.prompt_ids_P, one.response_ids_T
+        logprobs, mask = one.logprobs_T, one.loss_mask_T
+        group, index, shape, length = key.group, key.index, response.shape, len(response)
+        spans, covered = _spans(one.segments, length)
+        well = (
+            well
+            and covered
+            and type(group) is type(index) is int
+            and 0 <= group | index < MAX_NUMBER
+            and (prompt.dtype, response.dtype, logprobs.dtype, mask.dtype) == _TYPES
+            and logprobs.shape == mask.shape == shape == (length,)
+            and prompt.ndim == 1
+            and length < _FEW > len(prompt)
+        )
+        row = (group, index), len(prompt), length, spans, _TEXT_OF[one.stop_reason]
+        rows.append((*row, prompt, response, logprobs, mask))
+    return _columns(rows), well
 
 
-def _covers(segments: Sequence[tuple[int, int, int]], length: int) -> bool:
-    """Whether segments, none of them empty, cover the tokens of a row, of which it has."""
-    end = 0
-    for _, start, stop in segments:
-        if start != end or stop <= start:
-            return False
-        end = stop
-    return end == length > 0
-
-
-def _are_arrays(
-    arrays: Mapping[str, Sequence[Array]], prompts: Sequence[int], responses: Sequence[int]
-) -> bool:
-    """Whether arrays have their types, one axis, and these lengths."""
-    expected = (
-        *zip(repeat(IDS), zip(prompts)),
-        *zip(repeat(IDS), zip(responses)),
-        *zip(repeat(LOGPROBS), zip(responses)),
-        *zip(repeat(MASK), zip(responses)),
+def _columns(rows: Sequence[tuple[Any, ...]]) -> TrajectoryColumns:
+    columns = list(zip(*rows, strict=True))
+    count = len(_FIELDS)
+    return TrajectoryColumns(
+        dict(zip(_FIELDS, columns[:count], strict=True)),
+        dict(zip(_ARRAYS, columns[count:], strict=True)),
     )
-    given = chain.from_iterable(arrays.values())
-    return tuple(map(_KIND, given)) == expected and max(*prompts, *responses) < _FEW
+
+
+def _spans(segments: Sequence[Segment], length: int) -> tuple[Sequence[_Span], bool]:
+    """Segments as plain numbers, and whether they are, and cover all tokens, of which there are."""
+    if len(segments) == 1:
+        (one,) = segments
+        version, start, end = span = (one.version, one.start, one.end)
+        plain = type(version) is type(start) is type(end) is int
+        return (span,), plain and 0 <= version < MAX_NUMBER and start == 0 < end == length
+    spans = [(one.version, one.start, one.end) for one in segments]
+    return spans, _cover(spans, length)
+
+
+def _cover(spans: Sequence[_Span], length: int) -> bool:
+    """Whether plain numbers of segments, none of them empty, cover all tokens."""
+    behind = 0
+    for version, start, end in spans:
+        plain = type(version) is type(start) is type(end) is int
+        if not plain or not 0 <= version < MAX_NUMBER or not behind == start < end:
+            return False
+        behind = end
+    return behind == length > 0
 
 
 def _cut(columns: Mapping[str, Sequence[Any]], rows: slice) -> dict[str, Sequence[Any]]:
@@ -163,4 +146,12 @@ def _cut(columns: Mapping[str, Sequence[Any]], rows: slice) -> dict[str, Sequenc
 
 
 def _joined(parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Sequence[Any]]:
-    return {name: list(chain.from_iterable([part[name] for part in parts])) for name in parts[0]}
+    return {name: joined_lists([part[name] for part in parts]) for name in parts[0]}
+
+
+def joined_lists(parts: Iterable[Sequence[Any]]) -> list[Any]:
+    """One list of all elements: its own loop over parts, never over elements."""
+    joined: list[Any] = []
+    for part in parts:
+        joined += part
+    return joined

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from perdure.core.experience_records import (
@@ -15,7 +14,7 @@ from perdure.core.experience_records import (
 from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
 from perdure.core.records import ControlRecord
-from perdure.experience.columns import LooseTrajectories, joined_columns
+from perdure.experience.columns import LooseTrajectories, joined_columns, joined_lists
 from perdure.experience.format import prepare_record, prepare_referring_record
 from perdure.experience.packed import PackedTrajectories
 from perdure.experience.payloads import Payload, columns_payload
@@ -172,18 +171,14 @@ def _sessions_done_fields(
     """What ``record_fields`` would give of the rows of all records in one, without making it."""
     return {
         "sessions": columns["sessions"],
-        "rewards": _joined([control.rewards for control in controls]),
+        "rewards": joined_lists([control.rewards for control in controls]),
         "stop_reasons": columns["stop_reasons"],
-        "tokens": _joined([control.tokens for control in controls]),
-        "first_versions": _joined([control.first_versions for control in controls]),
-        "last_versions": _joined([control.last_versions for control in controls]),
-        "parts": _joined([control.parts for control in controls]),
+        "tokens": joined_lists([control.tokens for control in controls]),
+        "first_versions": joined_lists([control.first_versions for control in controls]),
+        "last_versions": joined_lists([control.last_versions for control in controls]),
+        "parts": joined_lists([control.parts for control in controls]),
         "payload": None,
     }
-
-
-def _joined(columns: Sequence[tuple[object, ...]]) -> list[object]:
-    return list(chain.from_iterable(columns))
 
 
 def _referring(control: ControlRecord) -> bytearray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
@@ -13,14 +12,12 @@ import numpy as np
 from perdure.core.errors import TrainingError
 from perdure.core.experience_records import SessionsDone
 from perdure.core.ids import IncarnationNumber, PayloadRef, PolicyVersion
-from perdure.core.record_types import StopReason
 from perdure.core.trajectories import Array, Trajectory
 from perdure.experience import entries
 from perdure.experience.columns import (
     LooseTrajectories,
-    are_plain,
+    checked_columns,
     row_bytes,
-    trajectory_columns,
 )
 from perdure.experience.entries import Entry
 from perdure.experience.format import joined
@@ -69,13 +66,17 @@ def pack_sessions(sessions: Sequence[FinishedSession]) -> PackedSessions[LooseTr
     Raises:
         TrainingError, TypeError, ValueError: As :func:`require_loggable`.
     """
-    with contextlib.suppress(AttributeError, TypeError, ValueError):
-        packed = _pack(sessions)
-        if _are_well(sessions, packed):
+    try:
+        packed, well = _pack(sessions)
+        if well:
             return packed
+    except (AttributeError, LookupError, TypeError, ValueError):
+        # Said better below, by what looks at one session after the other.
+        pass
     for session in sessions:
         require_loggable(session)
-    return _pack(sessions)
+    packed, _ = _pack(sessions)
+    return packed
 
 
 def packed_entry(sessions: PackedSessions[PackedTrajectories]) -> Entry | None:
@@ -123,19 +124,6 @@ def session_entries(sessions: PackedSessions[LooseTrajectories]) -> list[Entry]:
     return [Entry(record.part(some), trajectories=rows.part(some)) for some in portions]
 
 
-def _are_well(
-    sessions: Sequence[FinishedSession], packed: PackedSessions[LooseTrajectories]
-) -> bool:
-    """Whether nothing is wrong with any session: a quick answer for the many that are well."""
-    names = set(chain.from_iterable(packed.record.parts))
-    "".join(names).encode()  # raises what suits
-    return (
-        set(map(type, packed.record.stop_reasons)) == {StopReason}
-        and all(map(math.isfinite, [session.reward for session in sessions]))
-        and are_plain(packed.trajectories.columns)
-    )
-
-
 def _portions(sizes: Sequence[int]) -> Iterator[slice]:
     """Rows that a record can hold, neighbours together."""
     start = size = 0
@@ -148,38 +136,50 @@ def _portions(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _pack(sessions: Sequence[FinishedSession]) -> PackedSessions[LooseTrajectories]:
+def _pack(
+    sessions: Sequence[FinishedSession],
+) -> tuple[PackedSessions[LooseTrajectories], bool]:
+    """Sessions as columns, and whether :func:`require_loggable` would pass them for certain."""
     trajectories, rewards, parts = zip(*sessions, strict=True)
-    columns = trajectory_columns(trajectories)
+    columns, well = checked_columns(trajectories)
     fields, arrays = columns
     lowest, highest = _versions(fields["segments"])
     record = SessionsDone(
-        sessions=tuple([t.session for t in trajectories]),
+        sessions=tuple([one.session for one in trajectories]),
         rewards=tuple(map(float, rewards)),
-        stop_reasons=tuple([t.stop_reason for t in trajectories]),
+        stop_reasons=tuple([one.stop_reason for one in trajectories]),
         tokens=tuple(generated_tokens(arrays["loss_mask"], fields["response_tokens"])),
-        first_versions=tuple(lowest),
-        last_versions=tuple(highest),
-        parts=tuple(_parts(parts)),
+        first_versions=lowest,
+        last_versions=highest,
+        parts=_parts(parts),
         payload=NOT_PLACED,
     )
-    return PackedSessions(record, LooseTrajectories(trajectories, columns))
+    "".join(set(chain.from_iterable(parts))).encode()  # raises what suits
+    well = well and all(map(math.isfinite, rewards))
+    return PackedSessions(record, LooseTrajectories(trajectories, columns)), well
 
 
-def _parts(parts: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+def _parts(parts: Sequence[Mapping[str, float]]) -> tuple[dict[str, float], ...]:
     """Copies; numbers of any kind become plain ones."""
-    if set(map(type, chain.from_iterable([one.values() for one in parts]))) <= {float}:
-        return list(map(dict[str, float], parts))
-    return [{name: float(value) for name, value in one.items()} for one in parts]
+    copies: list[dict[str, float]] = []
+    for one in parts:
+        copies.append(copy := {**one})
+        for name, value in copy.items():
+            if type(value) is not float:
+                copy[name] = float(value)
+    return tuple(copies)
 
 
-def _versions(segments: Sequence[Any]) -> tuple[list[PolicyVersion], list[PolicyVersion]]:
+_Versions = tuple[PolicyVersion, ...]
+
+
+def _versions(segments: Sequence[Any]) -> tuple[_Versions, _Versions]:
     """Lowest and highest version of each row."""
     if set(map(len, segments)) == {1}:
-        versions = [version for ((version, _, _),) in segments]
+        versions = tuple([version for ((version, _, _),) in segments])
         return versions, versions
     every = [[version for version, _, _ in some] for some in segments]
-    return list(map(min, every)), list(map(max, every))
+    return tuple(map(min, every)), tuple(map(max, every))
 
 
 def generated_tokens(masks: Sequence[Array], lengths: Sequence[int]) -> Sequence[int]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -42,6 +44,7 @@ _REFERENCE = struct.Struct(">BBIBIBQBQBQ")
 _NO_REFERENCE = bytes(_REFERENCE.size)
 _UINT32, _UINT64 = 0xCE, 0xCF
 _ARRAY_OF_5 = b"\x95"
+_IS_LITTLE = sys.byteorder == "little"
 _UINT32_MAX = _MAX_BYTES = 2**32 - 1
 
 _KNOWN_TYPES = frozenset(int(number) for number in RecordType)
@@ -231,7 +234,8 @@ def _join(record_type: int, key: str, packed: bytes, arrays: Sequence[bytes | Ar
 
 def joined(pieces: Sequence[bytes | Array]) -> bytearray:
     """The bytes of all pieces, one behind the other."""
-    buffers = cast("Sequence[bytes]", pieces)  # the types of numpy do not tell that arrays are such
+    # The types of numpy do not tell that arrays are buffers.
+    buffers: Any = pieces
     try:
         return bytearray().join(buffers)
     except TypeError:
@@ -255,7 +259,7 @@ class _LaidOut(NamedTuple):
 
 def _lay_out(name: str, pieces: Sequence[Array]) -> _LaidOut:
     first = pieces[0]
-    dtype = first.dtype.newbyteorder("<")
+    dtype = _little_endian(first.dtype)
     if [piece.dtype for piece in pieces].count(dtype) < len(pieces):
         pieces = [piece.astype(dtype, casting="equiv", copy=False) for piece in pieces]
     shape = first.shape
@@ -263,6 +267,11 @@ def _lay_out(name: str, pieces: Sequence[Array]) -> _LaidOut:
         shape = (sum(map(len, pieces)), *shape[1:])
     listed = _ARRAY_OF_5 + _pack([name, dtype.str, shape])[1:]
     return _LaidOut(listed, pieces, math.prod(shape) * dtype.itemsize)
+
+
+def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    # A new object for the same type would be compared by its parts, not by identity.
+    return dtype if dtype.isnative and _IS_LITTLE else dtype.newbyteorder("<")
 
 
 def _list_arrays(arrays: Sequence[_LaidOut], open_length: int) -> bytes:
@@ -282,8 +291,18 @@ def _list_arrays(arrays: Sequence[_LaidOut], open_length: int) -> bytes:
     return b"".join(listing)
 
 
+class _Packer(threading.local):
+    """A packer for each thread: a new one for each value would cost more than most values."""
+
+    def __init__(self) -> None:
+        self.pack: Callable[[object], bytes] = msgpack.Packer().pack
+
+
+_packer = _Packer()
+
+
 def _pack(value: object) -> bytes:
-    return msgpack.packb(value)
+    return _packer.pack(value)
 
 
 def _aligned(size: int) -> int:

@@ -28,12 +28,13 @@ from perdure.experience.unfinished import PartialBatch, Unfinished
 
 GroupRecord = Submitted | GroupSettled | ToolResult | SessionRestarted | Evicted | Refilled
 """Records that concern a single prompt group."""
+_SESSION_RECORDS = (ToolResult, SessionRestarted)
 GROUP_RECORDS = (Submitted, GroupSettled, ToolResult, SessionRestarted, Evicted, Refilled)
 
 
 def group_of(record: GroupRecord) -> GroupId:
     """The group a record concerns (for a refill: the group it replaces)."""
-    if isinstance(record, ToolResult | SessionRestarted):
+    if isinstance(record, _SESSION_RECORDS):
         return record.session.group
     return record.replaces if isinstance(record, Refilled) else record.group
 
@@ -120,14 +121,13 @@ class GroupTable:
 
     def any_settled(self, sessions: Sequence[tuple[GroupId, int]]) -> bool:
         """Whether one of them, as groups and indexes, is settled, or comes twice."""
-        once = set(sessions)
-        if len(once) < len(sessions):
+        if len(set(sessions)) < len(sessions):
             return True
-        groups, _ = zip(*once, strict=True)
-        live = list(map(self.live.get, set(groups)))
-        if all(group is not None and not group.rewards for group in live):
-            return False
-        return any(self.is_settled(SessionId(group, index)) for group, index in once)
+        for number in {group for group, _ in sessions}:
+            live = self.live.get(number)
+            if live is None or live.rewards:
+                return any(self.is_settled(SessionId(*session)) for session in sessions)
+        return False
 
     # Each of the methods below validates everything before it changes anything.
 
@@ -171,14 +171,13 @@ class GroupTable:
         """Rewards of sessions are settled; False if those of all of them were before."""
         record = batch.record
         fresh = self._unsettled(record.sessions)
-        newest = [self.newest_version]
         for number, rows in fresh.items():
             group = self.live[number]
             if group.state is not GroupState.RUNNING:
                 self._move(group, GroupEvent.PROGRESS)
             group.settle(batch, rows)
-            newest += [record.last_versions[row] for row in rows.values()]
-        self.newest_version = max(newest)
+            newest = max([record.last_versions[row] for row in rows.values()])
+            self.newest_version = max(self.newest_version, newest)
         return bool(fresh)
 
     def unfinished(self, session: SessionId) -> Unfinished:
@@ -242,9 +241,8 @@ class GroupTable:
         """A group becomes terminal."""
         group = self._live(record.group)
         finished = record.outcome is GroupOutcome.FINISHED
-        missing = group.missing
-        if finished and missing:
-            raise _illegal(record.group, f"settled as finished without {missing[0].key()}")
+        if finished and len(group.rewards) < group.submitted.sessions:
+            raise _illegal(record.group, f"settled as finished without {group.missing[0].key()}")
         self._move(group, GroupEvent.FINISH if finished else GroupEvent.FAIL)
         group.reason = record.reason
         group.unfinished.clear()

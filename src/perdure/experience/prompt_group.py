@@ -94,8 +94,9 @@ class Group:
         self._rows.update({index: first + row for index, row in rows.items()})
         rewards = batch.record.rewards
         self.rewards.update({index: rewards[row] for index, row in rows.items()})
-        for index in self.unfinished.keys() & rows.keys():
-            del self.unfinished[index]
+        if self.unfinished:
+            for index in self.unfinished.keys() & rows.keys():
+                del self.unfinished[index]
 
     def contradicts(self, record: ToolResult) -> bool:
         """Whether the call, of the newest attempt, had another result."""
