@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 	$(BIN)/perdure train recipes/sort_digits.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -35,7 +35,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m soak --timeout 0 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m soak --timeout 0 $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/overhead.py

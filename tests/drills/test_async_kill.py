@@ -12,18 +12,12 @@ from pathlib import Path
 
 import pytest
 from drill_tools import KILLED, ForkServer, next_action, run_to_end
-from logged_batches import Acknowledged, logged_group, settled_rows
+from logged_batches import Acknowledged
+from retraining import retrained
 
 from perdure.audit import audit_run
-from perdure.config import config_from_text
-from perdure.core.ids import GlobalStep, UpdateId
 from perdure.experience import read_experience
-from perdure.experience.payloads import PayloadReader
 from perdure.storage import PosixStorage
-from perdure.tasks.config import make_task
-from perdure.trainers.assembly import build_machinery
-from perdure.trainers.config import RunConfig
-from perdure.trainers.environment import fix_arithmetic
 
 MODES = ("colocate_async", "separate_async")
 POINTS = {
@@ -129,24 +123,3 @@ def prove(run: Path, durable: Acknowledged) -> None:
     report = audit_run(run)
     assert report.ok, "\n".join(report.summary_lines())
     assert retrained(run) == {step: done.digest for step, done in state.step_done.items()}
-
-
-def retrained(run: Path) -> dict[GlobalStep, str]:
-    """Digests of all steps when the logged batches are trained once, without any crash."""
-    storage = PosixStorage(run)
-    config = config_from_text(RunConfig, (run / "config.yaml").read_text(), where="config.yaml")
-    fix_arithmetic(config)
-    learner = build_machinery(config, make_task(config.task, config.seed)).learner
-    learner.begin_training()
-    state, _ = read_experience(storage)
-    rows, reader = settled_rows(storage), PayloadReader(storage)
-    digests: dict[GlobalStep, str] = {}
-    for step in state.step_done:
-        version = state.version_of(learner.policy_digest())
-        for index, taken in enumerate(state.updates_of(step)):
-            groups = [logged_group(reader, rows[group], group) for group in taken.groups]
-            update = UpdateId(step, taken.update.local_update)
-            assert update.local_update == index
-            learner.local_update(update, groups, version=version)
-        digests[step] = learner.state_digest()
-    return digests

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-import ray
+from ray_cluster import QUIET
 
 from perdure.core.errors import ConfigError, FencedError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
@@ -21,18 +21,14 @@ from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingP
 from perdure.models import ModelConfig, Transformer, digest_weights, init_weights, weights_of
 from perdure.publish import Publication
 from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool
-from perdure.runtime.ray.cluster import PoolPlan, give_back, join_cluster, reserve
+from perdure.runtime.ray.cluster import PoolPlan, give_back, join_cluster, joined, reserve
 from perdure.runtime.ray.object_store import ObjectTransport
 from perdure.runtime.ray.ray_engine import Placement, RayEngine
 
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.xdist_group("ray"),
-    # Of the framework's own making.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    *QUIET,
 ]
 T = TypeVar("T")
 
@@ -51,15 +47,12 @@ PLAN = PoolPlan(engines=2)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """A cluster of its own with four cores, whatever the machine has; gives its address."""
+def cluster(ray_address: str) -> Iterator[str]:
+    """This process belongs to the cluster; gives its address."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        context = ray.init(
-            num_cpus=4, include_dashboard=False, log_to_driver=False, namespace="perdure"
-        )
-        yield context.address_info["address"]
-        ray.shutdown()
+        with joined(PLAN, address=ray_address):
+            yield ray_address
 
 
 def run(main: Callable[[], Awaitable[T]]) -> T:
@@ -143,7 +136,7 @@ def test_requests_of_a_killed_engine_go_on_elsewhere(cluster: str) -> None:
         }
         pool = EnginePool(engines)
         weights = weights_of(model())
-        publication = Publication(pool, ObjectTransport())
+        publication = Publication(pool, ObjectTransport(head=cluster, timeout_s=5))
         await publication.publish(PolicyVersion(1), weights=weights, digest=digest_weights(weights))
         embedded = EmbeddedEngine(CONFIG, OPTIONS)
         await load(embedded)
@@ -202,7 +195,7 @@ def test_an_engine_outlives_its_controller_and_serves_the_next(
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once(cluster: str) -> None:
-    with pytest.raises(ConfigError, match="99 CPUs are needed, the cluster has 4"):
+    with pytest.raises(ConfigError, match="99 CPUs are needed, the cluster has 8"):
         join_cluster(PoolPlan(engines=98))
     with pytest.raises(ConfigError, match="1 GPUs are needed, the cluster has 0"):
         join_cluster(PoolPlan(engines=1, gpus_per_engine=1.0))
@@ -210,12 +203,12 @@ def test_a_cluster_that_is_too_small_is_refused_at_once(cluster: str) -> None:
 
 def test_places_are_kept_for_the_next_controller_and_refused_to_others(cluster: str) -> None:
     async def main() -> None:
-        join_cluster(PLAN)
-        group = await reserve("run-a", PLAN, timeout_s=60)
-        assert (await reserve("run-a", PLAN, timeout_s=60)).id == group.id
-        with pytest.raises(ConfigError, match="no room for 3 CPUs"):
-            await reserve("run-b", PLAN, timeout_s=2)
+        plan = PoolPlan(engines=4)
+        group = await reserve("run-a", plan, timeout_s=60)
+        assert (await reserve("run-a", plan, timeout_s=60)).id == group.id
+        with pytest.raises(ConfigError, match="no room for 5 CPUs"):
+            await reserve("run-b", plan, timeout_s=2)
         give_back(group)
-        give_back(await reserve("run-b", PLAN, timeout_s=60))
+        give_back(await reserve("run-b", plan, timeout_s=60))
 
     run(main)

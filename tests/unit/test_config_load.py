@@ -12,6 +12,7 @@ from pydantic import Field
 
 from perdure.config import (
     OPERATIONAL,
+    DigestedAs,
     Problem,
     Section,
     config_digest,
@@ -53,6 +54,7 @@ class Run(Section):
     extra: Files | None = None
     many: tuple[Files, ...] = ()
     seconds: Annotated[float, OPERATIONAL] = 1.0
+    place: Annotated[Literal["here", "there"], DigestedAs("here")] = "here"
 
     def problems(self) -> Iterable[Problem]:
         if self.batch % self.parts:
@@ -320,7 +322,7 @@ def test_an_unreadable_recipe(tmp_path: Path) -> None:
 
 def test_the_digest_covers_arithmetic_and_nothing_else() -> None:
     base = config_digest(Run())
-    assert config_digest(Run(files=Files(keep=9), seconds=2.0)) == base
+    assert config_digest(Run(files=Files(keep=9), seconds=2.0, place="there")) == base
     assert config_digest(load("extra: null")) == base
     different = [Run(seed=1), Run(optimizer=Optimizer(lr=1e-5)), Run(many=(Files(),))]
     digests = {config_digest(run) for run in different}

@@ -23,10 +23,11 @@ DOCTOR_EXAMPLES = (
     "Examples:\n\nperdure doctor\n\nperdure doctor runs/tiny-1\n\n"
     "perdure doctor scratch/runs --state-gib 12 --keep 3\n\nperdure doctor --remote s3://bucket/x"
 )
-EXTRAS = ("transformers", "reasoning-gym", "obstore", "tensorboard")
+EXTRAS = ("transformers", "reasoning-gym", "obstore", "tensorboard", "ray")
 """What some commands and recipes need."""
 WRITE_BYTES = 64 << 20
 KEEP = 2
+CLUSTER_TIMEOUT_S = 3.0
 _GIB = 2**30
 
 
@@ -70,6 +71,7 @@ def doctor(
     findings += _needs(directory, there, state_gib=state_gib, arenas=arenas, keep=keep)
     findings += _machine()
     findings += _remote(remote)
+    findings += _cluster(os.environ.get("RAY_ADDRESS"))
     failed = [finding for finding in findings if finding.grade == "failed"]
     if json:
         rows = [asdict(finding) for finding in findings]
@@ -96,6 +98,23 @@ def _remote(url: str | None) -> list[Finding]:
     from perdure.core.clock import SystemClock
 
     return probe_objects(open_objects(url), clock=SystemClock())
+
+
+def _cluster(address: str | None) -> Iterator[Finding]:
+    """Whether the head answers that runs with ``runtime: ray`` would join."""
+    from perdure.storage.probe import Finding
+
+    if _version("ray") is None:
+        return
+    if address is None:
+        text = "RAY_ADDRESS is not set: runtime=ray takes ray.address, or a cluster of its own"
+        yield Finding("ray", "ok", text)
+        return
+    from perdure.runtime.ray.head import answers
+
+    there = answers(address, timeout_s=CLUSTER_TIMEOUT_S)
+    text = f"the head at {address} {'answers' if there else 'does not answer'}"
+    yield Finding("ray", "ok" if there else "failed", text)
 
 
 def _nearest(directory: Path) -> Path:

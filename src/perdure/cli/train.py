@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 TRAIN_EXAMPLES = (
     "Examples:\n\n"
     "perdure train recipes/sort_digits.yaml\n\n"
-    "perdure train recipes/tiny.yaml seed=7 trainer.total_steps=50 --run runs/try"
+    "perdure train recipes/tiny.yaml seed=7 trainer.total_steps=50 --run runs/try\n\n"
+    "perdure train recipes/tiny.yaml mode=separate_async runtime=ray ray.address=127.0.0.1:6379"
 )
 ALREADY_COMPLETE = (
     "the run was complete already; its length is part of what it is: a longer one is a new run,"
@@ -28,7 +29,8 @@ ALREADY_COMPLETE = (
 RESUME_EXAMPLES = (
     "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over\n\n"
     "perdure resume runs/tiny-1 checkpoint.keep=5\n\n"
-    "perdure resume runs/lost checkpoint.remote=s3://bucket/tiny"
+    "perdure resume runs/lost checkpoint.remote=s3://bucket/tiny\n\n"
+    "perdure resume runs/tiny-1 runtime=local"
 )
 
 

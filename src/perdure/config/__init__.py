@@ -2,11 +2,19 @@
 
 from perdure.config.load import config_from_text, load_config
 from perdure.config.reference import explained, sections
-from perdure.config.section import OPERATIONAL, Problem, Section, config_digest, render_yaml
+from perdure.config.section import (
+    OPERATIONAL,
+    DigestedAs,
+    Problem,
+    Section,
+    config_digest,
+    render_yaml,
+)
 from perdure.core.names import nearest
 
 __all__ = [
     "OPERATIONAL",
+    "DigestedAs",
     "Problem",
     "Section",
     "config_digest",

@@ -74,6 +74,20 @@ OPERATIONAL: Final = _Operational()
 """``Annotated[int, OPERATIONAL]``: the field or section is left out of :func:`config_digest`."""
 
 
+@dataclass(frozen=True, slots=True)
+class DigestedAs:
+    """Marks a field that does not change what a run computes and yet is part of the digest.
+
+    It is from a time when it had one value. Older runs have that in their digest, and so it enters
+    every digest.
+
+    Attributes:
+        value: What enters, whatever the field is set to.
+    """
+
+    value: str
+
+
 def config_digest(config: Section) -> str:
     """xxh3-128 hex of everything in ``config`` that affects arithmetic."""
     value = _arithmetic(config)
@@ -111,11 +125,16 @@ def render_yaml(config: Section, *, leave_out: Collection[str] = ()) -> str:
 def _arithmetic(value: object) -> object:
     if isinstance(value, Section):
         fields = type(value).model_fields
-        return {
+        arithmetic = {
             name: _arithmetic(getattr(value, name))
             for name, info in fields.items()
             if OPERATIONAL not in info.metadata
         }
+        for name, info in fields.items():
+            for mark in info.metadata:
+                if isinstance(mark, DigestedAs):
+                    arithmetic[name] = mark.value
+        return arithmetic
     if isinstance(value, tuple):
         return [_arithmetic(item) for item in cast("tuple[object, ...]", value)]
     return to_jsonable_python(value)

@@ -38,6 +38,7 @@ FIELDS = MappingProxyType(
         "engine_quarantined": ("engine", "reason"),
         "session_retried": ("session", "reason"),
         "published": ("version", "digest", "seconds"),
+        "engine_found": ("engine", "pid"),
         "engine_lost": ("engine", "reason"),
         "engine_replaced": ("engine", "seconds"),
         "engine_not_replaced": ("engine", "reason"),

@@ -5,6 +5,7 @@ from perdure.rollout.options import EngineOptions, PoolOptions, ProcessOptions, 
 from perdure.rollout.pool import EnginePool
 from perdure.rollout.process_engine import ProcessEngine
 from perdure.rollout.replacement import Replacements
+from perdure.rollout.threads import compute_with
 
 __all__ = [
     "EmbeddedEngine",
@@ -15,4 +16,5 @@ __all__ = [
     "ProcessOptions",
     "ReplacementOptions",
     "Replacements",
+    "compute_with",
 ]

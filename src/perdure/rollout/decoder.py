@@ -77,6 +77,11 @@ class Decoder:
         held = (*self._model.parameters(), *copies, self._cache.keys, self._cache.values)
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Those held, not copied."""
+        return weights_of(self._model)
+
     def load_weights(self, weights: Mapping[str, Any]) -> str:
         """Copy the weights in, all or none, and return the digest of what is held.
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -102,6 +103,11 @@ class EmbeddedEngine:
 
     def on_loss(self, tell: LossListener) -> None:
         """It lives and dies with this process: there is never anything to tell."""
+
+    @property
+    def held_weights(self) -> Mapping[str, Any]:
+        """What it would serve, not copied; empty before the first weights and while asleep."""
+        return {} if self._decoder is None or not self._has_weights else self._decoder.weights
 
     @property
     def memory_bytes(self) -> int:

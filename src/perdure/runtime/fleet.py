@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 from perdure.core.events import EventSink
 from perdure.core.rollout_api import RolloutEngine
-from perdure.publish import Publication
+from perdure.publish import Publication, WeightTransport
 from perdure.rollout import EnginePool, ReplacementOptions, Replacements
+
+
+class EngineSource(Protocol):
+    """Where the engines outside this process come from: what a runtime has to offer."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the engines that serve."""
+        ...
+
+    def transport(self) -> WeightTransport:
+        """How weights reach them."""
+        ...
+
+    async def start(self, name: str) -> RolloutEngine:
+        """An engine that answers: one that an earlier controller of the run has left, or a new one.
+
+        Raises:
+            EngineLostError: It does not start in time, or dies.
+            FencedError: It belongs to a higher incarnation.
+            ConfigError: There is no place for it.
+        """
+        ...
+
+    async def watch(self) -> None:
+        """Look after what all of them stand on; returns at once if that is this process.
+
+        Raises:
+            InfrastructureError: It is gone, and no engine can be started any more.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Give back what engines had; they are closed already."""
+        ...
 
 
 class EngineFleet:
@@ -18,8 +54,7 @@ class EngineFleet:
     Args:
         pool: They serve in it; it closes them.
         publication: Brings the weights to replacements.
-        names: Of the engines.
-        build: Starts the engine of a name; raises ``EngineLostError`` if that fails.
+        source: Starts them.
         options: How often they are replaced.
     """
 
@@ -28,19 +63,17 @@ class EngineFleet:
         pool: EnginePool,
         publication: Publication,
         *,
-        names: Sequence[str],
-        build: Callable[[str], Awaitable[RolloutEngine]],
+        source: EngineSource,
         options: ReplacementOptions,
         events: EventSink,
     ) -> None:
         self._pool = pool
-        self._names = names
-        self._build = build
+        self._source = source
         self._replacements = Replacements(
             pool,
-            build=build,
+            build=source.start,
             catch_up=publication.catch_up,
-            names=frozenset(names),
+            names=frozenset(source.names),
             options=options,
             events=events,
         )
@@ -53,13 +86,15 @@ class EngineFleet:
         Raises:
             EngineLostError: An engine does not start, or the last one is lost and may not be
                 replaced again; the body is cancelled.
+            InfrastructureError: What all engines stand on is gone; likewise.
         """
         async with asyncio.TaskGroup() as owner:
-            task = owner.create_task(self._run())
+            tasks = [owner.create_task(self._run()), owner.create_task(self._source.watch())]
             try:
                 yield
             finally:
-                task.cancel()
+                for task in tasks:
+                    task.cancel()
 
     async def nobody_comes(self) -> None:
         """Wait until no lost engine is on its way back, weights and all."""
@@ -71,10 +106,10 @@ class EngineFleet:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as starts:
-            for name in self._names:
+            for name in self._source.names:
                 starts.create_task(self._start(name))
         self._ready.set()
         await self._replacements.run()
 
     async def _start(self, name: str) -> None:
-        self._pool.add(name, await self._build(name))
+        self._pool.add(name, await self._source.start(name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,21 +13,34 @@ from perdure.checkpoint import Registry
 from perdure.checkpoint.registry import Kind
 from perdure.checkpoint.torch_components import RngComponent
 from perdure.core.errors import ConfigError
-from perdure.core.ids import IncarnationNumber
 from perdure.core.rollout_api import SamplingParams
 from perdure.learner.api import Learner
 from perdure.learner.local import LearnerSetup, LocalLearner
 from perdure.learner.witness import Truncation
 from perdure.models import ModelConfig, Transformer, init_weights, parameter_count
-from perdure.publish import FileTransport, InProcessTransport, Publication, weights_directory
-from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool, PoolOptions
+from perdure.publish import (
+    InProcessTransport,
+    Publication,
+    PublicationOptions,
+    weights_directory,
+)
+from perdure.rollout import (
+    EmbeddedEngine,
+    EngineOptions,
+    EnginePool,
+    PoolOptions,
+    ReplacementOptions,
+)
 from perdure.runtime.api import Runtime
 from perdure.runtime.dispatcher import Dispatcher
+from perdure.runtime.fleet import EngineFleet, EngineSource
+from perdure.runtime.guest import GuestEngine
 from perdure.runtime.local import LocalRuntime, RolloutParts
 from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.tasks.api import Task
-from perdure.trainers.config import RunConfig
+from perdure.trainers.config import EngineProcessConfig, RunConfig
+from perdure.trainers.engine_actors import engine_actors
 from perdure.trainers.engine_processes import EngineProcesses
 from perdure.trainers.progress import Progress
 
@@ -67,28 +80,42 @@ MachineryFactory = Callable[[RunConfig, Task], Machinery]
 
 @dataclass(frozen=True, slots=True)
 class LocalMachinery:
-    """Learner and engines on this machine.
+    """A learner in this process, and engines in it or outside.
 
     Attributes:
-        processes: How engines in processes of their own are made; None: there is one, in this one.
+        process: How engines outside this process are watched and replaced.
+        outside: Where they come from; None: there is one, in this process.
+        guest: The learner's devices, lent to engines outside; None: they are not.
         learner_thread: Where the learner of an asynchronous mode works.
-        resources: Closed after everything else.
+        resources: Closed after the pool.
     """
 
     learner: LocalLearner
     pool: EnginePool
     rules: SessionRules
-    processes: EngineProcesses | None
+    process: EngineProcessConfig
+    outside: Callable[[RuntimeParts], EngineSource] | None
+    guest: Callable[[EnginePool, Publication], GuestEngine] | None
     learner_thread: ThreadPoolExecutor | None
-    resources: ExitStack
+    resources: AsyncExitStack
 
     def runtime(self, parts: RuntimeParts) -> LocalRuntime:
         sessions = SessionRunner(self.pool, parts=parts, rules=self.rules)
-        publication = self._publication(parts.store.incarnation)
-        fleet = guest = None
-        if self.processes is not None:
-            fleet = self.processes.fleet(self.pool, publication, parts.events)
-            guest = self.processes.guest(self.pool, publication)
+        source = None if self.outside is None else self.outside(parts)
+        publication = Publication(
+            self.pool,
+            InProcessTransport() if source is None else source.transport(),
+            incarnation=parts.store.incarnation,
+            options=PublicationOptions(acknowledge_timeout_s=self.process.acknowledge_timeout_s),
+        )
+        fleet = None
+        if source is not None:
+            self.resources.push_async_callback(source.close)
+            replacements = ReplacementOptions(max_replacements=self.process.max_replacements)
+            fleet = EngineFleet(
+                self.pool, publication, source=source, options=replacements, events=parts.events
+            )
+        guest = None if self.guest is None else self.guest(self.pool, publication)
         dispatcher = Dispatcher(sessions, max_sessions=lambda: 2 * self.pool.capabilities.slots)
         return LocalRuntime(
             RolloutParts(self.pool, publication, dispatcher, fleet, guest),
@@ -97,18 +124,8 @@ class LocalMachinery:
             events=parts.events,
         )
 
-    def _publication(self, incarnation: IncarnationNumber) -> Publication:
-        if self.processes is None:
-            return Publication(self.pool, InProcessTransport(), incarnation=incarnation)
-        return Publication(
-            self.pool,
-            FileTransport(self.processes.weights_dir),
-            incarnation=incarnation,
-            options=self.processes.publication_options,
-        )
-
     async def close(self) -> None:
-        with self.resources:
+        async with self.resources:
             await self.pool.close()
             if self.learner_thread is not None:
                 self.learner_thread.shutdown()
@@ -154,17 +171,42 @@ def _build(config: RunConfig, task: Task) -> LocalMachinery:
         deterministic=config.deterministic,
     )
     learner = LocalLearner(model, config=config.learner, setup=setup)
-    options, rollout = engine_options(config, task), config.rollout
-    resources, processes = ExitStack(), None
-    pool = EnginePool(options=PoolOptions(silence_timeout_s=rollout.process.token_timeout_s))
-    if config.mode == "separate_async":
-        held = parameter_count(shape) * WEIGHT_BYTES
-        weights_dir = resources.enter_context(weights_directory(held))
-        processes = EngineProcesses(shape, options, rollout, config.threads, weights_dir)
-    else:
+    options, resources = engine_options(config, task), AsyncExitStack()
+    process = config.rollout.process
+    pool = EnginePool(options=PoolOptions(silence_timeout_s=process.token_timeout_s))
+    outside = _outside(config, shape, options, resources)
+    if outside is None:
         pool.add("embedded", EmbeddedEngine(shape, options))
+
+    def guest(pool: EnginePool, publication: Publication) -> GuestEngine:
+        return GuestEngine(
+            pool, publication, build=lambda: EmbeddedEngine(shape, options), slots=options.slots
+        )
+
     thread = None if config.mode == "sync" else ThreadPoolExecutor(1, thread_name_prefix="learner")
-    return LocalMachinery(learner, pool, session_rules(config, task), processes, thread, resources)
+    return LocalMachinery(
+        learner,
+        pool,
+        session_rules(config, task),
+        process,
+        outside=outside,
+        guest=guest if config.mode == "separate_async" else None,
+        learner_thread=thread,
+        resources=resources,
+    )
+
+
+def _outside(
+    config: RunConfig, shape: ModelConfig, options: EngineOptions, resources: AsyncExitStack
+) -> Callable[[RuntimeParts], EngineSource] | None:
+    """Where the engines outside this process come from, if the recipe has any."""
+    if config.runtime == "ray":
+        return lambda parts: engine_actors(config, shape, options, parts)
+    if config.mode != "separate_async":
+        return None
+    held = parameter_count(shape) * WEIGHT_BYTES
+    weights_dir = resources.enter_context(weights_directory(held))
+    return lambda _: EngineProcesses(shape, options, config.rollout, config.threads, weights_dir)
 
 
 def model_shape(config: RunConfig, task: Task) -> ModelConfig:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from perdure.config import OPERATIONAL, Problem, Section
+from perdure.config import OPERATIONAL, DigestedAs, Problem, Section
 from perdure.core.rollout_api import MIN_TEMPERATURE
 from perdure.learner.config import LearnerConfig
 from perdure.tasks.config import SECTIONS, TaskConfig
 from perdure.trainers.agent_config import AgentConfig
 from perdure.trainers.checkpoint_config import CheckpointConfig
+from perdure.trainers.ray_config import RayConfig
 
 if TYPE_CHECKING:
     from perdure.models import ModelConfig
@@ -69,7 +70,7 @@ class ModelShape(Section):
 
 
 class EngineProcessConfig(Section):
-    """The engine processes of ``separate_async``: when one counts as lost, and how often it is
+    """Engines outside the learner's process: when one counts as lost, and how often it is
     replaced.
     """
 
@@ -103,8 +104,8 @@ class RolloutConfig(Section):
     """How answers are generated."""
 
     engines: Annotated[int, Field(ge=0, le=1024), OPERATIONAL] = 1
-    """Engine processes of ``separate_async``; the other modes have one engine, in the learner's
-    process."""
+    """Engines outside the learner's process: those of ``separate_async``, and of every mode with
+    ``runtime: ray``. Elsewhere there is one, in the learner's process."""
     spillover: Annotated[bool, OPERATIONAL] = False
     """In ``separate_async``, let a waiting learner generate when that shortens the wait by more
     than it costs."""
@@ -234,9 +235,8 @@ class RunConfig(Section):
     mode: Literal["sync", "colocate_async", "separate_async"] = "sync"
     """Trainer mode: generate a batch, then train it; or generate ahead on the same devices; or on
     devices of their own."""
-    runtime: Literal["local"] = "local"
-    """What it runs on: this machine, in one process (``separate_async``: with processes for the
-    engines)."""
+    runtime: Annotated[Literal["local", "ray"], DigestedAs("local")] = "local"
+    """What the engines run on: this machine, or a Ray cluster. A resume may change it."""
     deterministic: bool = False
     """Bit-identical results and redo; refuses to go on when a redone step differs."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -252,6 +252,7 @@ class RunConfig(Section):
     validation: ValidationConfig = ValidationConfig()
     checkpoint: Annotated[CheckpointConfig, OPERATIONAL] = CheckpointConfig()
     log: Annotated[LogConfig, OPERATIONAL] = LogConfig()
+    ray: Annotated[RayConfig, OPERATIONAL] = RayConfig()
 
     def problems(self) -> Iterable[Problem]:
         groups = self.trainer.train_batch_size // self.trainer.local_updates_per_step
@@ -294,16 +295,22 @@ class RunConfig(Section):
                 reads=("rollout.top_k", "rollout.top_p"),
             )
 
+    @property
+    def has_outer_engines(self) -> bool:
+        """Whether engines run outside the learner's process."""
+        return self.mode == "separate_async" or self.runtime == "ray"
+
     def _mode_problems(self) -> Iterable[Problem]:
         """What the trainer mode makes impossible."""
         rollout, sampler = self.rollout, self.sampler
-        if self.mode == "separate_async" and rollout.engines == 0:
+        if self.has_outer_engines and rollout.engines == 0:
+            who = "separate_async" if self.runtime == "local" else "runtime: ray"
             yield Problem(
                 "rollout.engines",
                 "0",
-                "separate_async generates on engines of their own",
-                "set rollout.engines=1 or more, or mode=colocate_async",
-                reads=("mode",),
+                f"{who} generates on engines of their own",
+                "set rollout.engines=1 or more, or mode=colocate_async with runtime=local",
+                reads=("mode", "runtime"),
             )
         if self.mode != "separate_async" and rollout.spillover:
             yield Problem(

@@ -1,29 +1,20 @@
-"""The engine processes of a run: how they are made, watched and replaced."""
+"""The engine processes of a run on this machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perdure.core.events import EventSink
 from perdure.models import ModelConfig
-from perdure.publish import Publication, PublicationOptions
-from perdure.rollout import (
-    EmbeddedEngine,
-    EngineOptions,
-    EnginePool,
-    ProcessEngine,
-    ProcessOptions,
-    ReplacementOptions,
-)
-from perdure.runtime.fleet import EngineFleet
-from perdure.runtime.guest import GuestEngine
+from perdure.publish import FileTransport
+from perdure.rollout import EngineOptions, ProcessEngine, ProcessOptions
 from perdure.trainers.config import RolloutConfig
 
 
 @dataclass(frozen=True, slots=True)
 class EngineProcesses:
-    """Engines of one model and one recipe.
+    """``runtime.fleet.EngineSource``: engines of one model and one recipe.
 
     Attributes:
         threads: That each computes with.
@@ -37,31 +28,13 @@ class EngineProcesses:
     weights_dir: Path
 
     @property
-    def publication_options(self) -> PublicationOptions:
-        timeout_s = self.rollout.process.acknowledge_timeout_s
-        return PublicationOptions(acknowledge_timeout_s=timeout_s)
+    def names(self) -> Sequence[str]:
+        return engine_names(self.rollout)
 
-    def fleet(self, pool: EnginePool, publication: Publication, events: EventSink) -> EngineFleet:
-        """The processes of the recipe."""
-        return EngineFleet(
-            pool,
-            publication,
-            names=[f"engine-{index}" for index in range(self.rollout.engines)],
-            build=self._start,
-            options=ReplacementOptions(max_replacements=self.rollout.process.max_replacements),
-            events=events,
-        )
+    def transport(self) -> FileTransport:
+        return FileTransport(self.weights_dir)
 
-    def guest(self, pool: EnginePool, publication: Publication) -> GuestEngine:
-        """An engine in this process, on the learner's devices."""
-        return GuestEngine(
-            pool,
-            publication,
-            build=lambda: EmbeddedEngine(self.model, self.options),
-            slots=self.options.slots,
-        )
-
-    async def _start(self, name: str) -> ProcessEngine:
+    async def start(self, name: str) -> ProcessEngine:
         del name
         process = self.rollout.process
         return await ProcessEngine.start(
@@ -74,3 +47,14 @@ class EngineProcesses:
                 silence_timeout_s=process.silence_timeout_s,
             ),
         )
+
+    async def watch(self) -> None:
+        """They stand on this process."""
+
+    async def close(self) -> None:
+        """They had nothing of their own."""
+
+
+def engine_names(rollout: RolloutConfig) -> Sequence[str]:
+    """Of the engines outside the learner's process."""
+    return [f"engine-{index}" for index in range(rollout.engines)]

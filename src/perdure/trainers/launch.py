@@ -33,6 +33,7 @@ from perdure.tasks.config import make_task
 from perdure.trainers import colocate_async, separate_async, sync
 from perdure.trainers.config import RunConfig
 from perdure.trainers.context import TrainContext
+from perdure.trainers.engine_actors import cluster_of
 from perdure.trainers.environment import fix_arithmetic, machine_description
 from perdure.trainers.memory import require_memory
 from perdure.trainers.pretrained import require_pretrained_fits
@@ -83,27 +84,28 @@ def train(
 
     Raises:
         ConfigError: There is a run or something else already, or the configuration does not fit
-            the task.
+            the task or the cluster.
         DamagedError: There is what a run leaves, without its ``run.json``.
         RunBusyError: Another process is creating the run at this moment, or holds it.
         StorageError: The directory cannot be written.
         StoppedError: SIGTERM or Ctrl-C came; ``resume`` goes on.
     """
     injected = injected or Injected()
-    task = create(config, run_dir, injected=injected)
-    storage = injected.storage_of(run_dir)
-    _execute(
-        Launch(
-            run_dir,
-            config,
-            task,
-            storage,
-            injected.clock,
-            injected.faults,
-            display,
-            objects=injected.objects,
+    with cluster_of(config):
+        task = create(config, run_dir, injected=injected)
+        storage = injected.storage_of(run_dir)
+        _execute(
+            Launch(
+                run_dir,
+                config,
+                task,
+                storage,
+                injected.clock,
+                injected.faults,
+                display,
+                objects=injected.objects,
+            )
         )
-    )
 
 
 def resume(
@@ -124,8 +126,8 @@ def resume(
 
     Raises:
         NothingToResumeError: There is no run.
-        ConfigError: The data were changed, an override is refused, or the remote tier holds
-            another run.
+        ConfigError: The data were changed, an override is refused, the cluster does not fit, or
+            the remote tier holds another run.
         RunBusyError: A live process holds the run and ``take_over`` is not set.
         DamagedError: Durable bytes are wrong and there is nothing valid to go on from, or
             ``config.yaml`` is not the one the run was started with.
@@ -144,20 +146,21 @@ def resume(
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
     require_memory(config, task)
-    _execute(
-        Launch(
-            run_dir,
-            config,
-            task,
-            storage,
-            clock,
-            faults,
-            display,
-            take_over,
-            redo,
-            objects=objects,
+    with cluster_of(config):
+        _execute(
+            Launch(
+                run_dir,
+                config,
+                task,
+                storage,
+                clock,
+                faults,
+                display,
+                take_over,
+                redo,
+                objects=objects,
+            )
         )
-    )
 
 
 def _execute(launch: Launch) -> None:

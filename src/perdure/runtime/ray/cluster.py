@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
@@ -11,8 +16,11 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.placement_group import PlacementGroup
 
 from perdure.core.errors import ConfigError
+from perdure.runtime.ray.head import answers
 
-_NAMESPACE = "perdure"
+NAMESPACE = "perdure"
+"""Of the names of actors."""
+_ANSWER_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +50,41 @@ class PoolPlan:
         return self.engines * self.gpus_per_engine
 
     def bundles(self) -> list[dict[str, float]]:
-        """One for the learner, then one for each engine."""
+        """One for each engine, then one for the learner if it works on a node of the cluster."""
         engine = {"CPU": float(self.cpus_per_engine)}
         if self.gpus_per_engine:
             engine["GPU"] = self.gpus_per_engine
-        return [{"CPU": float(self.learner_cpus)}, *([engine] * self.engines)]
+        learner = [{"CPU": float(self.learner_cpus)}] if self.learner_cpus else []
+        return [*([engine] * self.engines), *learner]
+
+
+@contextmanager
+def joined(plan: PoolPlan, *, address: str | None = None) -> Generator[None]:
+    """Belong to the cluster at ``address``, or that of RAY_ADDRESS, or one of its own.
+
+    One that was joined before is used and not left. One of its own runs on this machine and ends
+    with the body, or with this process.
+
+    Raises:
+        ConfigError: There is no cluster at the address, it is too small for the plan, or none can
+            be started.
+    """
+    joins = not ray.is_initialized()
+    try:
+        join_cluster(plan, address=address or os.environ.get("RAY_ADDRESS"))
+        yield
+    finally:
+        if joins:
+            ray.shutdown()
 
 
 def join_cluster(plan: PoolPlan, *, address: str | None = None) -> None:
-    """Connect to the cluster at ``address``, or start one on this machine alone.
-
-    Raises:
-        ConfigError: There is no cluster at the address, or it is too small for the plan.
-    """
+    """As :func:`joined`, to be left with ``ray.shutdown``."""
     if not ray.is_initialized():
-        try:
-            ray.init(
-                address=address,
-                namespace=_NAMESPACE,
-                num_cpus=None if address else os.cpu_count(),
-                include_dashboard=False if address is None else None,
-                log_to_driver=False,
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"no cluster answers at {address!r}: {error}",
-                where="ray.address",
-                rule="the ray runtime joins a cluster that is up",
-                way_out="start one with `ray start --head`, or leave ray.address out to start one"
-                " on this machine",
-            ) from error
+        if address is not None and not answers(address, timeout_s=_ANSWER_TIMEOUT_S):
+            raise _nobody(address, f"nobody has answered for {_ANSWER_TIMEOUT_S:g} s")
+        with _handlers_kept():
+            _connect(address)
     have = ray.cluster_resources()
     missing = [
         f"{need:g} {kind}s are needed, the cluster has {have.get(kind, 0):g}"
@@ -86,6 +99,65 @@ def join_cluster(plan: PoolPlan, *, address: str | None = None) -> None:
             f" {plan.learner_cpus} for the learner",
             way_out="lower rollout.engines or threads, add nodes, or set runtime=local",
         )
+
+
+def head_address() -> str:
+    """``host:port`` of the head of the joined cluster."""
+    return ray.get_runtime_context().gcs_address
+
+
+def _connect(address: str | None) -> None:
+    try:
+        # What Ray calls "local" is a new cluster, whatever else runs on this machine.
+        ray.init(
+            address=address or "local",
+            namespace=NAMESPACE,
+            num_cpus=None if address else os.cpu_count(),
+            include_dashboard=False if address is None else None,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+        )
+    # It raises bare exceptions, and leaves the process when it gives a head up.
+    except (Exception, SystemExit) as error:
+        if address is not None:
+            raise _nobody(address, _innermost(error)) from error
+        raise ConfigError(
+            f"no cluster can be started on this machine: {_innermost(error)}",
+            where="runtime = ray",
+            rule="without ray.address the run has a cluster of its own",
+            way_out="see the logs below Ray's temporary directory, give ray.address, or set"
+            " runtime=local",
+        ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    """What all of it came from, in one line."""
+    while (cause := error.__cause__) is not None:
+        error = cause
+    return next(iter(reversed(str(error).strip().splitlines())), type(error).__name__)
+
+
+def _nobody(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"no cluster can be joined at {address}: {why}",
+        where="ray.address",
+        rule="the ray runtime joins a cluster that is up",
+        way_out="start one with `ray start --head`, or leave ray.address out to start one on this"
+        " machine",
+    )
+
+
+@contextmanager
+def _handlers_kept() -> Generator[None]:
+    """Ray puts its own handler of SIGTERM in; ours is for an orderly stop."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def reserve(run_id: str, plan: PoolPlan, *, timeout_s: float) -> PlacementGroup:

@@ -11,6 +11,7 @@ from ray import ObjectRef
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.rollout_api import Weights
 from perdure.models import copied_weights
+from perdure.runtime.ray.head import require_head
 
 
 class StoredWeights(Mapping[str, Any]):
@@ -38,12 +39,21 @@ class ObjectTransport:
     """Lays weights out in the object store. Older versions go when nobody refers to them.
 
     A copy is kept, so that an engine that comes between two publications gets what they all have.
+
+    Args:
+        head: Its address; without it the store is gone, and Ray ends a process that uses it.
+        timeout_s: Longest wait for its answer.
     """
+
+    def __init__(self, *, head: str, timeout_s: float) -> None:
+        self._head = head
+        self._timeout_s = timeout_s
 
     async def lay_out(
         self, version: PolicyVersion, weights: Mapping[str, Any], *, incarnation: IncarnationNumber
     ) -> Weights:
         del version, incarnation
+        await require_head(self._head, timeout_s=self._timeout_s)
         return StoredWeights(weights)
 
     async def drop_older(self) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,11 +24,17 @@ from perdure.core.rollout_api import (
     WeightFile,
     Weights,
 )
-from perdure.models import ModelConfig
+from perdure.models import ModelConfig, digest_weights
 from perdure.rollout import EngineOptions
 from perdure.rollout.embedded import NO_VERSION
+from perdure.rollout.silence import SilenceWatch
+from perdure.runtime.ray.cluster import NAMESPACE
 from perdure.runtime.ray.engine_actor import EngineHost
 from perdure.runtime.ray.object_store import stored_weights
+
+_NAME_FREE_POLL_S = 0.1
+"""Between two looks whether a dying actor has given its name up."""
+_OWNER_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +45,13 @@ class Placement:
         name: Of the actor; a later controller finds it by that.
         group: Places kept for the run; None: anywhere.
         bundle: Which of them.
-        cpus: Cores that the cluster keeps for it, and threads of its arithmetic.
+        cpus: Cores that the cluster keeps for it.
         gpus: Devices kept for it; may be a fraction.
+        threads: That it computes with.
         heartbeat_s: Between two signs of life.
-        silence_timeout_s: Without one for so long it is lost.
+        silence_timeout_s: Without one for so long (and a tenth more) it is lost.
         start_timeout_s: Longest wait for a place and for its start.
+        orphan_timeout_s: It ends when no controller has called it for so long.
     """
 
     name: str
@@ -50,69 +59,111 @@ class Placement:
     bundle: int = 0
     cpus: int = 1
     gpus: float = 0.0
+    threads: int = 1
     heartbeat_s: float = 1.0
     silence_timeout_s: float = 8.0
     start_timeout_s: float = 60.0
+    orphan_timeout_s: float = 3600.0
 
 
 class RayEngine:
     """``core.rollout_api.RolloutEngine``; made by :meth:`start`, ends with :meth:`close`.
 
     The actor lives on when its controller dies: the next one of the run finds it by name.
+
+    Attributes:
+        was_there: It has had another controller before.
+        is_anothers: A controller of a higher incarnation has taken it over.
     """
 
-    def __init__(self, actor: Any, options: EngineOptions, place: Placement) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        options: EngineOptions,
+        place: Placement,
+        *,
+        incarnation: IncarnationNumber = NO_INCARNATION,
+    ) -> None:
         self.capabilities = EngineCapabilities(
             sleep_frees_memory=True, slots=options.slots, max_tokens=options.max_tokens
         )
         self.undelivered_tokens = 0
+        self.was_there = False
+        self.is_anothers = False
         self._actor = actor
+        self._incarnation = incarnation
+        self._may_hold_them = False
         self._place = place
         self._version = NO_VERSION
         self._listeners: list[LossListener] = []
         self._lost: EngineLostError | None = None
         self._closed = False
         self._ends: set[asyncio.Future[Any]] = set()
-        self._watch: asyncio.Task[None] | None = None
+        self._pings: asyncio.Task[None] | None = None
+        self._silence = SilenceWatch(
+            place.silence_timeout_s,
+            on_silence=self._fall_silent,
+        )
 
     @classmethod
     async def start(
-        cls, model_config: ModelConfig, options: EngineOptions, place: Placement
+        cls,
+        model_config: ModelConfig,
+        options: EngineOptions,
+        place: Placement,
+        *,
+        incarnation: IncarnationNumber = NO_INCARNATION,
     ) -> RayEngine:
         """Find the actor of this name, or start it, and wait until it answers.
 
         Raises:
             EngineLostError: There is no place for it in time, or it died.
+            FencedError: The actor belongs to a higher incarnation.
         """
-        strategy = place.group and PlacementGroupSchedulingStrategy(
-            place.group, placement_group_bundle_index=place.bundle
-        )
-        # The cluster gives its arithmetic as many threads as it has cores.
-        actor: Any = (
-            ray.remote(EngineHost)
-            .options(
-                name=place.name,
-                scheduling_strategy=strategy or "DEFAULT",
-                lifetime="detached",
-                get_if_exists=True,
-                num_cpus=place.cpus,
-                num_gpus=place.gpus,
-                max_restarts=0,
-                max_concurrency=options.slots * 4 + 16,
-            )
-            .remote(model_config, options)
-        )
-        engine = cls(actor, options, place)
         try:
             async with asyncio.timeout(place.start_timeout_s):
-                await engine._call(actor.attach.remote())
+                engine = await cls._found(options, place, incarnation)
+                if engine is None:
+                    actor = _new_actor(model_config, options, place)
+                    engine = cls(actor, options, place, incarnation=incarnation)
+                    await engine._attach()
         except TimeoutError:
-            raise engine._lose(
+            raise _lost(
+                place,
                 f"has not started for {place.start_timeout_s:g} s: it waits for {place.cpus} CPUs"
-                + (f" and {place.gpus:g} GPUs" if place.gpus else "")
+                + (f" and {place.gpus:g} GPUs" if place.gpus else ""),
             ) from None
-        engine._watch = asyncio.get_running_loop().create_task(engine._keep_watch())
+        engine._silence.start()
+        engine._pings = asyncio.get_running_loop().create_task(engine._ask_for_life())
         return engine
+
+    @classmethod
+    async def _found(
+        cls, options: EngineOptions, place: Placement, incarnation: IncarnationNumber
+    ) -> RayEngine | None:
+        """The one that an earlier controller has left; None: there is none, its name is free."""
+        while True:
+            try:
+                actor = ray.get_actor(place.name, namespace=NAMESPACE)
+            except ValueError:
+                return None
+            engine = cls(actor, options, place, incarnation=incarnation)
+            try:
+                await engine._attach()
+            except EngineLostError:
+                await asyncio.sleep(_NAME_FREE_POLL_S)
+            else:
+                return engine
+
+    async def _attach(self) -> None:
+        """Make it this controller's."""
+        try:
+            self.was_there = await self._call(self._actor.attach.remote(self._incarnation))
+        except asyncio.CancelledError:
+            # Whoever answers nobody is not to keep its place.
+            ray.kill(self._actor)
+            raise
+        self._may_hold_them = self.was_there
 
     @property
     def version(self) -> PolicyVersion:
@@ -164,19 +215,38 @@ class RayEngine:
         incarnation: IncarnationNumber = NO_INCARNATION,
     ) -> str:
         """Have the actor load them; see the contract."""
-        given = weights if isinstance(weights, WeightFile) else stored_weights(weights)
-        digest = await self._call(self._actor.load_weights.remote(version, given, incarnation))
+        digest = await self._keep(version, weights, incarnation)
+        if digest is None:
+            given = weights if isinstance(weights, WeightFile) else stored_weights(weights)
+            digest = await self._call(self._actor.load_weights.remote(version, given, incarnation))
         self._version = version
         return digest
 
+    async def _keep(
+        self, version: PolicyVersion, weights: Weights, incarnation: IncarnationNumber
+    ) -> str | None:
+        """Have one that was there go on with what it holds, if that is the same."""
+        kept, self._may_hold_them = self._may_hold_them, False
+        if not kept or isinstance(weights, WeightFile):
+            return None
+        digest = digest_weights(weights)
+        return await self._call(self._actor.keep_weights.remote(version, digest, incarnation))
+
     async def close(self) -> None:
-        """End every stream with ``RuntimeError`` and the actor with it. Idempotent."""
+        """End every stream with ``RuntimeError`` and the actor with it. Idempotent.
+
+        An actor that a higher incarnation has taken over is left alone.
+        """
         if self._closed:
             return
-        self._closed = True
-        await self._stop_watching()
-        self._end_calls(RuntimeError("the engine is closed"))
-        if self._lost is None:
+        await self.leave()
+        if self._lost is not None:
+            return
+        with suppress(TimeoutError, RayError):
+            async with asyncio.timeout(_OWNER_TIMEOUT_S):
+                mine = await self._actor.belongs_to.remote(self._incarnation)
+                self.is_anothers = not mine
+        if not self.is_anothers:
             ray.kill(self._actor)
 
     async def leave(self) -> None:
@@ -187,21 +257,21 @@ class RayEngine:
             self._end_calls(RuntimeError("the engine is closed"))
 
     async def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        self._silence.stop()
+        if self._pings is not None:
+            self._pings.cancel()
+            await asyncio.wait([self._pings])
 
-    async def _keep_watch(self) -> None:
-        """Ask for a sign of life again and again. Runs until the engine is lost or closed."""
-        while self._lost is None:
-            try:
-                async with asyncio.timeout(self._place.silence_timeout_s):
-                    self.undelivered_tokens = await self._call(self._actor.ping.remote())
-            except TimeoutError:
-                self._lose(f"gives no sign of life for {self._place.silence_timeout_s:g} s")
-            except (EngineLostError, RuntimeError):
-                return
-            await asyncio.sleep(self._place.heartbeat_s)
+    async def _ask_for_life(self) -> None:
+        """Ask for signs of life again and again. Runs until the engine is lost or closed."""
+        with suppress(EngineLostError, RuntimeError):
+            while True:
+                self.undelivered_tokens = await self._call(self._actor.ping.remote())
+                self._silence.heard()
+                await asyncio.sleep(self._place.heartbeat_s)
+
+    def _fall_silent(self, silent_s: float) -> None:
+        self._lose(f"gives no sign of life for {silent_s:.1f} s")
 
     async def _call(self, answer: Awaitable[Any]) -> Any:
         """Wait for an answer, or for the end of the engine."""
@@ -230,12 +300,8 @@ class RayEngine:
     def _lose(self, reason: str) -> EngineLostError:
         """The actor is dead, or will be: nothing of it is waited for any more."""
         if self._lost is None:
-            self._lost = EngineLostError(
-                f"engine actor {self._place.name} {reason}",
-                where="rollout engine",
-                rule="a lost engine's requests go on elsewhere",
-                way_out="see `ray status` and the logs of the node it ran on",
-            )
+            self._lost = _lost(self._place, reason)
+            self._silence.stop()
             ray.kill(self._actor)
             self._end_calls(self._lost)
             for tell in self._listeners:
@@ -246,3 +312,38 @@ class RayEngine:
         for end in self._ends:
             if not end.done():
                 end.set_exception(error)
+
+
+def _new_actor(model_config: ModelConfig, options: EngineOptions, place: Placement) -> Any:
+    strategy = place.group and PlacementGroupSchedulingStrategy(
+        place.group, placement_group_bundle_index=place.bundle
+    )
+    return (
+        ray.remote(EngineHost)
+        .options(
+            name=place.name,
+            namespace=NAMESPACE,
+            scheduling_strategy=strategy or "DEFAULT",
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=place.cpus,
+            num_gpus=place.gpus,
+            max_restarts=0,
+            max_concurrency=options.slots * 4 + 16,
+        )
+        .remote(
+            model_config,
+            options,
+            threads=place.threads,
+            orphan_timeout_s=place.orphan_timeout_s,
+        )
+    )
+
+
+def _lost(place: Placement, reason: str) -> EngineLostError:
+    return EngineLostError(
+        f"engine actor {place.name} {reason}",
+        where="rollout engine",
+        rule="a lost engine's requests go on elsewhere",
+        way_out="see `ray status` and the logs of the node it ran on",
+    )

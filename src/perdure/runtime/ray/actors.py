@@ -1,0 +1,120 @@
+"""The engines of a run on a cluster: placed, found after a crash, given back at its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray.util.placement_group import PlacementGroup
+
+from perdure.models import ModelConfig
+from perdure.rollout import EngineOptions
+from perdure.runtime.parts import RuntimeParts
+from perdure.runtime.ray.cluster import PoolPlan, give_back, head_address, reserve
+from perdure.runtime.ray.head import answers, require_head, watch_head
+from perdure.runtime.ray.object_store import ObjectTransport
+from perdure.runtime.ray.ray_engine import Placement, RayEngine
+
+
+@dataclass(frozen=True, slots=True)
+class ActorOptions:
+    """How the engines of a run are started and watched.
+
+    Attributes:
+        threads: That each computes with.
+        start_timeout_s: Longest wait for the first answer of one.
+        heartbeat_s: Between two signs of life, of an engine and of the head.
+        silence_timeout_s: Without one for so long (and a tenth more) it counts as gone.
+        place_timeout_s: Longest wait for cores that others hold.
+        orphan_timeout_s: An engine ends when no controller has called it for so long.
+    """
+
+    threads: int
+    start_timeout_s: float
+    heartbeat_s: float
+    silence_timeout_s: float
+    place_timeout_s: float
+    orphan_timeout_s: float
+
+
+class EngineActors:
+    """``runtime.fleet.EngineSource`` on the cluster that this process has joined.
+
+    Args:
+        parts: Of the incarnation that they serve.
+        names: One for each engine of the plan.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        options: EngineOptions,
+        parts: RuntimeParts,
+        *,
+        names: Sequence[str],
+        plan: PoolPlan,
+        settings: ActorOptions,
+    ) -> None:
+        self.names = names
+        self._model = model
+        self._options = options
+        self._run_id = parts.store.run.run_id
+        self._incarnation = parts.store.incarnation
+        self._events = parts.events
+        self._plan = plan
+        self._settings = settings
+        self._head = head_address()
+        self._group: PlacementGroup | None = None
+        self._reserving = asyncio.Lock()
+        self._started: list[RayEngine] = []
+
+    def transport(self) -> ObjectTransport:
+        return ObjectTransport(head=self._head, timeout_s=self._settings.silence_timeout_s)
+
+    async def start(self, name: str) -> RayEngine:
+        settings = self._settings
+        # To look a name up holds the event loop until the head answers.
+        await require_head(self._head, timeout_s=settings.silence_timeout_s)
+        place = Placement(
+            f"perdure-{self._run_id}-{name}",
+            group=await self._places(),
+            bundle=self.names.index(name),
+            cpus=self._plan.cpus_per_engine,
+            gpus=self._plan.gpus_per_engine,
+            threads=settings.threads,
+            heartbeat_s=settings.heartbeat_s,
+            silence_timeout_s=settings.silence_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            orphan_timeout_s=settings.orphan_timeout_s,
+        )
+        engine = await RayEngine.start(
+            self._model, self._options, place, incarnation=self._incarnation
+        )
+        self._started.append(engine)
+        if engine.was_there:
+            self._events("engine_found", {"engine": name, "pid": await engine.pid()})
+        return engine
+
+    async def watch(self) -> None:
+        settings = self._settings
+        await watch_head(
+            self._head, interval_s=settings.heartbeat_s, timeout_s=settings.silence_timeout_s
+        )
+
+    async def close(self) -> None:
+        """Give the places back, unless a higher incarnation has taken the engines over."""
+        if self._group is None or any(engine.is_anothers for engine in self._started):
+            return
+        # With the head, the places are gone as well.
+        limit_s = self._settings.silence_timeout_s
+        if await asyncio.to_thread(answers, self._head, timeout_s=limit_s):
+            give_back(self._group)
+
+    async def _places(self) -> PlacementGroup:
+        async with self._reserving:
+            if self._group is None:
+                self._group = await reserve(
+                    self._run_id, self._plan, timeout_s=self._settings.place_timeout_s
+                )
+            return self._group
