@@ -83,6 +83,7 @@ def command(
     torn_down_after_s: float | None = None,
     count_calls: str | None = None,
     kill_engines: list[dict[str, Any]] | None = None,
+    engines_under: int | None = None,
 ) -> dict[str, Any]:
     """A command for ``fork_server.py``."""
     return {
@@ -99,6 +100,7 @@ def command(
         "torn_down_after_s": torn_down_after_s,
         "count_calls": count_calls,
         "kill_engines": kill_engines or [],
+        "engines_under": engines_under,
     }
 
 

@@ -8,11 +8,12 @@ Command: ``{"action": "train"|"resume"|"loop"|"arrays"|"spread_model", "run": di
 "recipe": path, "overrides": [...], "plan": [fault rules], "kill_after_s": seconds or null,
 "take_over": bool, "when_stopped": another command or null, "ranks": arguments of a rank or null,
 "torn_down_after_s": seconds or null, "count_calls": file or null, "kill_engines": [points and
-hits]}``. When a child stops itself (a
+hits], "engines_under": process id or null}``. When a child stops itself (a
 fault rule with action ``stop``), the other command is run to its end, and then the child is
 continued. As a launcher of several ranks would, ``torn_down_after_s`` after the first child has
 ended badly this one is killed. With ``count_calls`` sessions call tools (see ``calling_loop``).
-``kill_engines`` says when one of the run's engine processes is killed; the run goes on then.
+``kill_engines`` says when one of the run's engine processes is killed; the run goes on then. They
+descend from the child, or from ``engines_under``.
 Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``.
 """
 
@@ -119,7 +120,12 @@ def run_child(command: dict[str, Any]) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     plan = FaultPlan.from_json(json.dumps(command["plan"]))
-    engine_kills.install(plan, command["kill_engines"], said=Path(command["log"]))
+    engine_kills.install(
+        plan,
+        command["kill_engines"],
+        under=command["engines_under"],
+        said=Path(command["log"]),
+    )
     try:
         run_command(command, plan)
         code = 0
