@@ -31,7 +31,7 @@ from perdure.core.records import Evaluated, StepDone
 from perdure.core.rollout_api import RolloutEngine
 from perdure.core.storage_api import Storage
 from perdure.experience import ExperienceState, ExperienceStore, read_experience
-from perdure.publish import Publication
+from perdure.publish import Publication, WeightTransport
 from perdure.rollout import EnginePool
 from perdure.rollout.members import MemberState
 from perdure.rollout.options import ReplacementOptions
@@ -330,8 +330,7 @@ class _Machinery:
             fleet = EngineFleet(
                 pool,
                 publication,
-                names=self._names,
-                build=world.start_engine,
+                source=_Engines(world, self._names),
                 options=ReplacementOptions(),
                 events=parts.events,
             )
@@ -345,6 +344,23 @@ class _Machinery:
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+class _Engines:
+    """Fake engines that take a while to come."""
+
+    def __init__(self, world: World, names: Sequence[str]) -> None:
+        self.names = names
+        self.start = world.start_engine
+
+    def transport(self) -> WeightTransport:
+        return CopyTransport()
+
+    async def watch(self) -> None:
+        """They stand on nothing that could go."""
+
+    async def close(self) -> None:
+        """The pool has closed them."""
 
 
 class _NoMetrics:

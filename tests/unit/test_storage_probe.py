@@ -165,5 +165,5 @@ def test_doctor_refuses_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(doctor, "WRITE_BYTES", 1 << 20)
     code, out, err = perdure("doctor", tmp_path, "--state-gib", "1e9")
     assert code == 7
-    assert "2 of 12 checks failed: space, memory" in err
+    assert "2 of 13 checks failed: space, memory" in err
     assert "failed   space" in out
