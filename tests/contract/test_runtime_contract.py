@@ -61,20 +61,33 @@ def source_of(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
         orphan_timeout_s=600,
     )
 
+    opened: list[int] = []
+
     def open_one(incarnation: int) -> EngineSource:
         names = ("engine-0", "engine-1")
-        parts = parts_of(tmp_path.name, incarnation)
+        opened.append(incarnation)
+        parts = parts_of(tmp_path.name, incarnation, opened)
         return EngineActors(MODEL, OPTIONS, parts, names=names, plan=plan, settings=settings)
 
     with joined(plan, address=address):
         yield open_one
 
 
-def parts_of(run_id: str, incarnation: int) -> RuntimeParts:
+class Store:
     """Of a run that has no log."""
-    store = SimpleNamespace(
-        run=SimpleNamespace(run_id=run_id), incarnation=IncarnationNumber(incarnation)
-    )
+
+    def __init__(self, run_id: str, incarnation: int, claimed: list[int]) -> None:
+        self.run = SimpleNamespace(run_id=run_id)
+        self.incarnation = IncarnationNumber(incarnation)
+        self._claimed = claimed
+
+    @property
+    def is_highest(self) -> bool:
+        return self.incarnation == max(self._claimed)
+
+
+def parts_of(run_id: str, incarnation: int, claimed: list[int]) -> RuntimeParts:
+    store = Store(run_id, incarnation, claimed)
     return cast("RuntimeParts", SimpleNamespace(store=store, events=lambda name, fields: None))
 
 
@@ -191,6 +204,49 @@ def test_who_comes_later_has_the_engine_and_who_was_before_does_not(source_of: O
         with pytest.raises((FencedError, RuntimeError)):
             await old.load_weights(VERSION, weights(), incarnation=IncarnationNumber(1))
         await old.close()
+        await first.close()
+        assert await answer(new) == await expected_answer()
+        await new.close()
+        await second.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("source_of", ["ray"], indirect=True)
+def test_who_is_refused_takes_nothing_from_who_has_the_engine(source_of: Open) -> None:
+    """Whoever was there first, and whatever became of the engines it had."""
+
+    async def main() -> None:
+        first = source_of(1)
+        lost = await first.start("engine-1")
+        second = source_of(2)
+        new = await second.start("engine-0")
+        await new.load_weights(VERSION, weights(), incarnation=IncarnationNumber(2))
+        with pytest.raises(FencedError):
+            await first.start("engine-0")
+        told: list[object] = []
+        lost.on_loss(told.append)
+        os.kill(await pid_of(lost), signal.SIGKILL)
+        await until(lambda: bool(told))
+        await lost.close()
+        await first.close()
+        assert await answer(new) == await expected_answer()
+        await new.close()
+        await second.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("source_of", ["ray"], indirect=True)
+def test_who_has_lost_all_engines_keeps_off_the_places_of_who_came_later(source_of: Open) -> None:
+    async def main() -> None:
+        first = source_of(1)
+        lost = await first.start("engine-0")
+        os.kill(await pid_of(lost), signal.SIGKILL)
+        second = source_of(2)
+        new = await second.start("engine-0")
+        await new.load_weights(VERSION, weights(), incarnation=IncarnationNumber(2))
+        await lost.close()
         await first.close()
         assert await answer(new) == await expected_answer()
         await new.close()

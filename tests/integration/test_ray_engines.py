@@ -9,13 +9,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 from ray_cluster import QUIET
 
-from perdure.core.errors import ConfigError, FencedError
+from perdure.core.errors import ConfigError, EngineLostError, FencedError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
 from perdure.models import ModelConfig, Transformer, digest_weights, init_weights, weights_of
@@ -192,6 +194,89 @@ def test_an_engine_outlives_its_controller_and_serves_the_next(
         await engine.close()
 
     run(main)
+
+
+def test_every_verb_of_an_earlier_controller_is_refused(cluster: str) -> None:
+    async def main() -> None:
+        place = Placement("verbs-of-two")
+        old, new = [
+            await RayEngine.start(CONFIG, OPTIONS, place, incarnation=IncarnationNumber(number))
+            for number in (1, 2)
+        ]
+        await load(new, incarnation=2)
+        for verb in (old.abort, old.pause, old.resume, old.sleep, old.wake, partial(load, old)):
+            with pytest.raises(FencedError, match="belongs to incarnation 2"):
+                await verb()
+        with pytest.raises(FencedError, match="belongs to incarnation 2"):
+            await answer(old)
+        await old.close()
+        assert old.is_anothers
+        assert len(await answer(new, tokens=5)) == 5
+        await new.close()
+
+    run(main)
+
+
+def test_giving_up_on_an_engine_that_was_there_does_not_end_it(cluster: str) -> None:
+    """Nor does its silence, for a controller that may have been replaced."""
+
+    async def main() -> None:
+        place = Placement("slow", start_timeout_s=120, silence_timeout_s=1)
+        first = await RayEngine.start(CONFIG, OPTIONS, place, incarnation=IncarnationNumber(1))
+        await load(first)
+        pid = await first.pid()
+        lost: list[object] = []
+        first.on_loss(lost.append)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            hasty = replace(place, start_timeout_s=1)
+            with pytest.raises(EngineLostError, match="has not started for 1 s"):
+                await RayEngine.start(CONFIG, OPTIONS, hasty, incarnation=IncarnationNumber(1))
+            await _until(lambda: _true(lost))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        second = await RayEngine.start(CONFIG, OPTIONS, place, incarnation=IncarnationNumber(2))
+        assert await second.pid() == pid
+        await second.close()
+
+    run(main)
+
+
+def test_an_engine_that_hangs_is_ended_by_who_has_the_run(cluster: str) -> None:
+    async def main() -> None:
+        place = Placement("hung", silence_timeout_s=1)
+        engine = await RayEngine.start(CONFIG, OPTIONS, place, has_run=lambda: True)
+        pid = await engine.pid()
+        os.kill(pid, signal.SIGSTOP)
+        await _until(lambda: _true(not Path(f"/proc/{pid}").exists()))
+        other = await RayEngine.start(CONFIG, OPTIONS, place, has_run=lambda: True)
+        assert await other.pid() != pid
+        await other.close()
+
+    run(main)
+
+
+def test_an_engine_ends_when_its_last_controller_has_been_silent_for_as_long_as_it_said(
+    cluster: str,
+) -> None:
+    async def main() -> None:
+        place = Placement("orphan", heartbeat_s=0.2)
+        first = await RayEngine.start(CONFIG, OPTIONS, place)
+        await first.leave()
+        second = await RayEngine.start(CONFIG, OPTIONS, replace(place, orphan_timeout_s=1))
+        assert second.was_there
+        pid = await second.pid()
+        await asyncio.sleep(3)
+        assert await second.pid() == pid
+        await second.leave()
+        async with asyncio.timeout(30):
+            await _until(lambda: _true(not Path(f"/proc/{pid}").exists()))
+
+    run(main)
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once(cluster: str) -> None:

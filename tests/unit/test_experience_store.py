@@ -320,6 +320,15 @@ def test_a_session_may_not_start_in_a_terminal_group(store: ExperienceStore) -> 
         store.start_sessions([SessionId(GroupId(0), 0)])
 
 
+def test_a_store_says_whether_the_run_is_still_its_own(
+    storage: MemoryStorage, claim: Claimer
+) -> None:
+    old = claim(storage).start()
+    assert old.is_highest
+    new = claim(storage.open_as_new_process(), take_over=True).start()
+    assert (old.is_highest, new.is_highest) == (False, True)
+
+
 def test_the_first_failure_is_final(storage: MemoryStorage, claim: Claimer) -> None:
     old = claim(storage).start()
     new = claim(storage.open_as_new_process(), take_over=True).start()

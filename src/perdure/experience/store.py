@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 
-from perdure.core.errors import LifecycleError
+from perdure.core.errors import FencedError, LifecycleError, StorageError
 from perdure.core.experience_records import (
     GroupSettled,
     Partials,
@@ -45,6 +45,7 @@ from perdure.core.trajectories import PartialDelta, Trajectory
 from perdure.experience.appender import Appender
 from perdure.experience.claims import Claim, RunInfo
 from perdure.experience.columns import LooseTrajectories
+from perdure.experience.commit import require_unfenced
 from perdure.experience.continuation import require_loggable_result
 from perdure.experience.finished import (
     FinishedSession,
@@ -79,6 +80,7 @@ class ExperienceStore(HeldExperience):
         cache = TrajectoryCache(cache_bytes)
         appender = Appender(state, writer, cache=cache)
         super().__init__(state, appender=appender, reader=PayloadReader(storage), cache=cache)
+        self._storage = storage
         self._claim = claim
         self._writer = writer
 
@@ -90,6 +92,15 @@ class ExperienceStore(HeldExperience):
     @property
     def incarnation(self) -> IncarnationNumber:
         return self._claim.incarnation
+
+    @property
+    def is_highest(self) -> bool:
+        """Whether nobody has claimed the run since; False also when that cannot be seen."""
+        try:
+            require_unfenced(self._storage, self.incarnation)
+        except (FencedError, StorageError):
+            return False
+        return True
 
     @property
     def parent(self) -> IncarnationNumber:

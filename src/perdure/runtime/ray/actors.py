@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ray.util.placement_group import PlacementGroup
 
+from perdure.core.errors import FencedError
 from perdure.models import ModelConfig
 from perdure.rollout import EngineOptions
 from perdure.runtime.parts import RuntimeParts
@@ -60,7 +61,7 @@ class EngineActors:
         self._model = model
         self._options = options
         self._run_id = parts.store.run.run_id
-        self._incarnation = parts.store.incarnation
+        self._store = parts.store
         self._events = parts.events
         self._plan = plan
         self._settings = settings
@@ -68,6 +69,7 @@ class EngineActors:
         self._group: PlacementGroup | None = None
         self._reserving = asyncio.Lock()
         self._started: list[RayEngine] = []
+        self._refused = False
 
     def transport(self) -> ObjectTransport:
         return ObjectTransport(head=self._head, timeout_s=self._settings.silence_timeout_s)
@@ -88,13 +90,30 @@ class EngineActors:
             start_timeout_s=settings.start_timeout_s,
             orphan_timeout_s=settings.orphan_timeout_s,
         )
-        engine = await RayEngine.start(
-            self._model, self._options, place, incarnation=self._incarnation
-        )
+        try:
+            engine = await RayEngine.start(
+                self._model,
+                self._options,
+                place,
+                incarnation=self._store.incarnation,
+                has_run=self._has_run,
+            )
+        except FencedError:
+            self._refused = True
+            raise
         self._started.append(engine)
-        if engine.was_there:
-            self._events("engine_found", {"engine": name, "pid": await engine.pid()})
+        try:
+            if engine.was_there:
+                self._events("engine_found", {"engine": name, "pid": await engine.pid()})
+        except BaseException:
+            await engine.close()
+            raise
         return engine
+
+    def _has_run(self) -> bool:
+        """Whether no engine and no claim speaks of a higher incarnation."""
+        fenced = self._refused or any(engine.is_anothers for engine in self._started)
+        return not fenced and self._store.is_highest
 
     async def watch(self) -> None:
         settings = self._settings
@@ -103,8 +122,8 @@ class EngineActors:
         )
 
     async def close(self) -> None:
-        """Give the places back, unless a higher incarnation has taken the engines over."""
-        if self._group is None or any(engine.is_anothers for engine in self._started):
+        """Give the places back, unless a higher incarnation may have taken the engines over."""
+        if self._group is None or not self._has_run():
             return
         # With the head, the places are gone as well.
         limit_s = self._settings.silence_timeout_s

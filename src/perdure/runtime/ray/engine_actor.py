@@ -26,30 +26,42 @@ class EngineHost:
 
     Args:
         threads: That it computes with.
-        orphan_timeout_s: It ends when no controller has called it for so long.
+
+    Every call that changes anything says whose it is. Raises ``FencedError``: a higher incarnation
+    has the engine.
     """
 
-    def __init__(
-        self,
-        model_config: ModelConfig,
-        options: EngineOptions,
-        *,
-        threads: int,
-        orphan_timeout_s: float,
-    ) -> None:
+    def __init__(self, model_config: ModelConfig, options: EngineOptions, *, threads: int) -> None:
         compute_with(threads)
         self._engine = EmbeddedEngine(model_config, options)
         self._owner = NO_INCARNATION
-        self._orphan_timeout_s = orphan_timeout_s
         self._called = False
         self._watch: asyncio.Task[None] | None = None
 
-    async def attach(self, incarnation: IncarnationNumber) -> bool:
+    async def attach(self, incarnation: IncarnationNumber, orphan_timeout_s: float) -> bool:
         """A controller takes the engine over: what an earlier one has asked for ends.
 
-        Returns whether it was there before, for another controller. Raises ``FencedError``: a
-        higher incarnation has it.
+        From now on it ends when no controller has called it for ``orphan_timeout_s``. Returns
+        whether it was there before, for another controller.
         """
+        self._require_owner(incarnation)
+        self._owner = incarnation
+        was_there = self._watch is not None
+        if self._watch is not None:
+            self._watch.cancel()
+        watch = self._end_if_orphaned(orphan_timeout_s)
+        self._watch = asyncio.get_running_loop().create_task(watch)
+        await self._engine.abort()
+        await self._engine.wake()
+        await self._engine.resume()
+        return was_there
+
+    async def end(self, incarnation: IncarnationNumber) -> None:
+        """The process ends, without an answer."""
+        self._require_owner(incarnation)
+        os._exit(0)
+
+    def _require_owner(self, incarnation: IncarnationNumber) -> None:
         if incarnation < self._owner:
             raise FencedError(
                 f"the engine belongs to incarnation {self._owner}",
@@ -57,18 +69,6 @@ class EngineHost:
                 rule="an engine serves the highest incarnation of its run",
                 way_out="another process goes on with the run; end this one",
             )
-        self._owner = incarnation
-        was_there = self._watch is not None
-        if self._watch is None:
-            self._watch = asyncio.get_running_loop().create_task(self._end_if_orphaned())
-        await self._engine.abort()
-        await self._engine.wake()
-        await self._engine.resume()
-        return was_there
-
-    async def belongs_to(self, incarnation: IncarnationNumber) -> bool:
-        """Whether no higher one has taken it over."""
-        return incarnation >= self._owner
 
     async def pid(self) -> int:
         """Of the process it runs in."""
@@ -79,23 +79,31 @@ class EngineHost:
         self._called = True
         return self._engine.undelivered_tokens
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk]:
+    async def generate(
+        self, incarnation: IncarnationNumber, request: GenerationRequest
+    ) -> AsyncGenerator[GenerationChunk]:
+        self._require_owner(incarnation)
         async for chunk in self._engine.generate(request):
             yield chunk
 
-    async def abort(self, request_ids: Sequence[str] | None) -> int:
+    async def abort(self, incarnation: IncarnationNumber, request_ids: Sequence[str] | None) -> int:
+        self._require_owner(incarnation)
         return await self._engine.abort(request_ids)
 
-    async def pause(self) -> None:
+    async def pause(self, incarnation: IncarnationNumber) -> None:
+        self._require_owner(incarnation)
         await self._engine.pause()
 
-    async def resume(self) -> None:
+    async def resume(self, incarnation: IncarnationNumber) -> None:
+        self._require_owner(incarnation)
         await self._engine.resume()
 
-    async def sleep(self) -> None:
+    async def sleep(self, incarnation: IncarnationNumber) -> None:
+        self._require_owner(incarnation)
         await self._engine.sleep()
 
-    async def wake(self) -> None:
+    async def wake(self, incarnation: IncarnationNumber) -> None:
+        self._require_owner(incarnation)
         await self._engine.wake()
 
     async def load_weights(
@@ -104,6 +112,7 @@ class EngineHost:
         weights: Mapping[str, Any] | WeightFile,
         incarnation: IncarnationNumber,
     ) -> str:
+        self._require_owner(incarnation)
         return await self._engine.load_weights(version, weights, incarnation=incarnation)
 
     async def keep_weights(
@@ -113,17 +122,18 @@ class EngineHost:
 
         The digest is taken of what lies in memory now.
         """
+        self._require_owner(incarnation)
         held = self._engine.held_weights
         if not held or digest_weights(held) != digest:
             return None
         return await self._engine.load_weights(version, held, incarnation=incarnation)
 
-    async def _end_if_orphaned(self) -> None:
+    async def _end_if_orphaned(self, timeout_s: float) -> None:
         """Runs until no controller has called for too long; then the process ends."""
         called = True
         while called:
             self._called = False
-            await asyncio.sleep(self._orphan_timeout_s)
+            await asyncio.sleep(timeout_s)
             called = self._called
         group = get_current_placement_group()
         if group is not None:

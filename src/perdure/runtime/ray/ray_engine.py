@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from perdure.core.errors import EngineLostError
+from perdure.core.errors import EngineLostError, FencedError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.rollout_api import (
     NO_INCARNATION,
@@ -34,7 +35,7 @@ from perdure.runtime.ray.object_store import stored_weights
 
 _NAME_FREE_POLL_S = 0.1
 """Between two looks whether a dying actor has given its name up."""
-_OWNER_TIMEOUT_S = 2.0
+_END_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class RayEngine:
         place: Placement,
         *,
         incarnation: IncarnationNumber = NO_INCARNATION,
+        has_run: Callable[[], bool] = lambda: False,
     ) -> None:
         self.capabilities = EngineCapabilities(
             sleep_frees_memory=True, slots=options.slots, max_tokens=options.max_tokens
@@ -92,6 +94,7 @@ class RayEngine:
         self.is_anothers = False
         self._actor = actor
         self._incarnation = incarnation
+        self._has_run = has_run
         self._may_hold_them = False
         self._place = place
         self._version = NO_VERSION
@@ -113,21 +116,33 @@ class RayEngine:
         place: Placement,
         *,
         incarnation: IncarnationNumber = NO_INCARNATION,
+        has_run: Callable[[], bool] = lambda: False,
     ) -> RayEngine:
         """Find the actor of this name, or start it, and wait until it answers.
+
+        Args:
+            has_run: Whether this controller is provably the last that took the run. Only then an
+                actor that does not answer is killed; else it is left to its own timeout.
 
         Raises:
             EngineLostError: There is no place for it in time, or it died.
             FencedError: The actor belongs to a higher incarnation.
         """
+
+        def seen_here(actor: Any) -> RayEngine:
+            return cls(actor, options, place, incarnation=incarnation, has_run=has_run)
+
         try:
             async with asyncio.timeout(place.start_timeout_s):
-                engine = await cls._found(options, place, incarnation)
-                if engine is None:
-                    actor = _new_actor(model_config, options, place)
-                    engine = cls(actor, options, place, incarnation=incarnation)
-                    await engine._attach()
+                engine = None
+                while engine is None:
+                    engine = await cls._found(place, seen_here)
+                    if engine is None:
+                        make = partial(_new_actor, model_config, options, place)
+                        engine = await cls._made(make, seen_here)
         except TimeoutError:
+            if has_run():
+                _kill_named(place.name)
             raise _lost(
                 place,
                 f"has not started for {place.start_timeout_s:g} s: it waits for {place.cpus} CPUs"
@@ -138,8 +153,26 @@ class RayEngine:
         return engine
 
     @classmethod
+    async def _made(
+        cls, make: Callable[[], Any], seen_here: Callable[[Any], RayEngine]
+    ) -> RayEngine | None:
+        """A new one; None: somebody else has just made one of that name."""
+        try:
+            engine = seen_here(make())
+        except ActorAlreadyExistsError:
+            await asyncio.sleep(_NAME_FREE_POLL_S)
+            return None
+        try:
+            await engine._attach()
+        except asyncio.CancelledError:
+            # Whoever answers nobody is not to keep its place.
+            ray.kill(engine._actor)
+            raise
+        return engine
+
+    @classmethod
     async def _found(
-        cls, options: EngineOptions, place: Placement, incarnation: IncarnationNumber
+        cls, place: Placement, seen_here: Callable[[Any], RayEngine]
     ) -> RayEngine | None:
         """The one that an earlier controller has left; None: there is none, its name is free."""
         while True:
@@ -147,7 +180,7 @@ class RayEngine:
                 actor = ray.get_actor(place.name, namespace=NAMESPACE)
             except ValueError:
                 return None
-            engine = cls(actor, options, place, incarnation=incarnation)
+            engine = seen_here(actor)
             try:
                 await engine._attach()
             except EngineLostError:
@@ -157,12 +190,8 @@ class RayEngine:
 
     async def _attach(self) -> None:
         """Make it this controller's."""
-        try:
-            self.was_there = await self._call(self._actor.attach.remote(self._incarnation))
-        except asyncio.CancelledError:
-            # Whoever answers nobody is not to keep its place.
-            ray.kill(self._actor)
-            raise
+        attached = self._actor.attach.remote(self._incarnation, self._place.orphan_timeout_s)
+        self.was_there = await self._call(attached)
         self._may_hold_them = self.was_there
 
     @property
@@ -180,7 +209,9 @@ class RayEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk]:
         """Stream the answer; see the contract."""
         self._check_usable()
-        chunks = self._actor.generate.options(num_returns="streaming").remote(request)
+        chunks = self._actor.generate.options(num_returns="streaming").remote(
+            self._incarnation, request
+        )
         ended = False
         try:
             while not ended:
@@ -193,19 +224,19 @@ class RayEngine:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         ids = None if request_ids is None else list(request_ids)
-        return await self._call(self._actor.abort.remote(ids))
+        return await self._call(self._actor.abort.remote(self._incarnation, ids))
 
     async def pause(self) -> None:
-        await self._call(self._actor.pause.remote())
+        await self._call(self._actor.pause.remote(self._incarnation))
 
     async def resume(self) -> None:
-        await self._call(self._actor.resume.remote())
+        await self._call(self._actor.resume.remote(self._incarnation))
 
     async def sleep(self) -> None:
-        await self._call(self._actor.sleep.remote())
+        await self._call(self._actor.sleep.remote(self._incarnation))
 
     async def wake(self) -> None:
-        await self._call(self._actor.wake.remote())
+        await self._call(self._actor.wake.remote(self._incarnation))
 
     async def load_weights(
         self,
@@ -235,19 +266,24 @@ class RayEngine:
     async def close(self) -> None:
         """End every stream with ``RuntimeError`` and the actor with it. Idempotent.
 
-        An actor that a higher incarnation has taken over is left alone.
+        An actor that a higher incarnation has taken over is left alone, and so is one that does
+        not answer, unless nobody else can have it.
         """
         if self._closed:
             return
         await self.leave()
         if self._lost is not None:
             return
-        with suppress(TimeoutError, RayError):
-            async with asyncio.timeout(_OWNER_TIMEOUT_S):
-                mine = await self._actor.belongs_to.remote(self._incarnation)
-                self.is_anothers = not mine
-        if not self.is_anothers:
-            ray.kill(self._actor)
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await self._actor.end.remote(self._incarnation)
+        except RayTaskError as error:
+            self.is_anothers |= isinstance(error.cause, FencedError)
+        except RayError:
+            # It has ended.
+            return
+        except TimeoutError:
+            self._kill()
 
     async def leave(self) -> None:
         """End every stream here and let the actor live, for the next controller of the run."""
@@ -285,6 +321,7 @@ class RayEngine:
         except RayActorError as error:
             raise self._lose("died or cannot be reached") from error
         except RayTaskError as error:
+            self.is_anothers |= isinstance(error.cause, FencedError)
             raise error.cause from error
         finally:
             self._ends.discard(end)
@@ -298,15 +335,20 @@ class RayEngine:
             raise self._lost
 
     def _lose(self, reason: str) -> EngineLostError:
-        """The actor is dead, or will be: nothing of it is waited for any more."""
+        """The actor is dead, or as good as that: nothing of it is waited for any more."""
         if self._lost is None:
             self._lost = _lost(self._place, reason)
             self._silence.stop()
-            ray.kill(self._actor)
+            self._kill()
             self._end_calls(self._lost)
             for tell in self._listeners:
                 tell(self._lost)
         return self._lost
+
+    def _kill(self) -> None:
+        """Have the cluster end one that does not answer, unless another controller may have it."""
+        if self._has_run() and not self.is_anothers:
+            ray.kill(self._actor)
 
     def _end_calls(self, error: Exception) -> None:
         for end in self._ends:
@@ -325,19 +367,18 @@ def _new_actor(model_config: ModelConfig, options: EngineOptions, place: Placeme
             namespace=NAMESPACE,
             scheduling_strategy=strategy or "DEFAULT",
             lifetime="detached",
-            get_if_exists=True,
             num_cpus=place.cpus,
             num_gpus=place.gpus,
             max_restarts=0,
             max_concurrency=options.slots * 4 + 16,
         )
-        .remote(
-            model_config,
-            options,
-            threads=place.threads,
-            orphan_timeout_s=place.orphan_timeout_s,
-        )
+        .remote(model_config, options, threads=place.threads)
     )
+
+
+def _kill_named(name: str) -> None:
+    with suppress(ValueError):
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
 def _lost(place: Placement, reason: str) -> EngineLostError:
