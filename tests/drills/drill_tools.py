@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_kills import ENGINE_KILLED
 from safetensors.numpy import load_file
 
 from perdure.audit import audit_run, diff_runs
@@ -44,11 +43,6 @@ class Ended:
     log: str
     when_stopped: Ended | None = None
     """How the process ended that ran while this one was stopped."""
-
-    @property
-    def engines_killed(self) -> int:
-        """Of this process and those that ran in the same directory before."""
-        return self.log.count(ENGINE_KILLED)
 
     @property
     def hits(self) -> dict[str, int]:

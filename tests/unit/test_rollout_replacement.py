@@ -211,6 +211,7 @@ def test_a_publication_that_finds_nobody_waits_for_the_replacement() -> None:
         keeper.may_build.set()
         found = await publishing
         assert (found.version, found.engines) == (2, ("a",))
+        assert set(found.missing) == {"b"}
         assert {r.name: r.version for r in pool.describe()}["a"] == 2
 
     drive_publishing(scenario)
@@ -240,6 +241,19 @@ def test_a_publication_waits_only_so_long_for_a_replacement() -> None:
             await publish(2)
 
     drive_publishing(scenario)
+
+
+def test_what_ends_the_wait_for_a_replacement_is_told() -> None:
+    async def breaks() -> None:
+        raise RuntimeError("on the way")
+
+    async def main() -> None:
+        publication = Publication(EnginePool(), InProcessTransport())
+        with pytest.raises(RuntimeError, match="on the way"):
+            await publication.publish(ONE, weights={}, digest="d", nobody_comes=breaks)
+        await publication.close()
+
+    asyncio.run(main())
 
 
 def test_silence_counts_only_while_the_event_loop_could_listen() -> None:

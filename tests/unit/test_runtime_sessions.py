@@ -343,6 +343,14 @@ def test_a_verifier_that_is_too_slow_fails_the_session() -> None:
     assert told[0] == "session g0.s0 has failed: verifier gave no verdict within 0.01 s"
 
 
+def test_a_deadline_inside_the_verifier_is_not_that_of_the_verifier() -> None:
+    lives = Lives(PLAIN)
+    lives.task = _Judge(*[TimeoutError("no answer from the grader")] * 2)  # type: ignore[assignment]
+    lives.live(lives.engine(policy=talks))
+    assert lives.state is GroupState.FAILED
+    assert "verifier raised TimeoutError: no answer from the grader" in lives.reason
+
+
 def test_a_verifier_whose_ground_fails_is_asked_again_about_the_same_answer() -> None:
     lives = Lives(replace(PLAIN, verifier_timeout_s=0.01))
     lives.task = _Judge(*[EngineLostError("reward model is gone")] * 2)  # type: ignore[assignment]

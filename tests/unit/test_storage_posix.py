@@ -170,6 +170,18 @@ def test_every_level_of_directories_is_synced_once_even_if_it_exists(
     assert calls == ["mkdir", "mkdir", "fsync", "mkdir", "fsync"]
 
 
+@pytest.mark.parametrize("leave", [lambda s: s.remove("a"), lambda s: s.rename("a", "c")])
+def test_a_directory_that_another_process_made_again_is_synced(
+    storage: PosixStorage, calls: list[str], leave: Callable[[PosixStorage], None]
+) -> None:
+    storage.make_dirs("a/b")
+    leave(storage)
+    (storage.root / "a" / "b").mkdir(parents=True)
+    calls.clear()
+    storage.make_dirs("a/b")
+    assert calls == ["mkdir", "mkdir", "fsync", "mkdir", "fsync"]
+
+
 def test_a_directory_whose_sync_failed_is_synced_by_the_next_attempt(
     storage: PosixStorage, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

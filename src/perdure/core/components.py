@@ -204,5 +204,5 @@ def _is_segmented(kind: type) -> bool:
 
 
 def is_versioned(component: object) -> TypeGuard[Versioned]:
-    """As ``isinstance``, a hundred times as fast."""
+    """As ``isinstance``, without looking through the protocol each time."""
     return hasattr(component, "state_version")

@@ -1,4 +1,4 @@
-"""Trajectories as columns: the rows of a record, looked at a column at a time."""
+"""Trajectories as columns: gone over a session at a time, kept a column at a time."""
 
 from __future__ import annotations
 

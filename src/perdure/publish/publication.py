@@ -142,7 +142,8 @@ class Publication:
         missing = {name: str(reason) for name, reason in zip(names, reasons, strict=True) if reason}
         if len(missing) == len(names):
             await self._first(offer, missing, nobody_comes)
-            return Acknowledgements(version, tuple(offer.engines), {})
+            missing = {name: why for name, why in missing.items() if name not in offer.engines}
+            return Acknowledgements(version, tuple(offer.engines), missing)
         acknowledged = tuple(name for name in names if name not in missing)
         return Acknowledgements(version, acknowledged, missing)
 
@@ -182,6 +183,8 @@ class Publication:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+        for wait in over:
+            wait.result()
         if not offer.acknowledged.is_set():
             late = {} if over else {"replacements": f"none has come for {limit_s:g} s"}
             raise _nobody(offer.version, {**missing, **late})

@@ -50,9 +50,11 @@ class Judge:
             InfrastructureError: As the verifier said: what it stands on failed.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as limit:
                 verdict = await self._asked(prompt, response_ids)
-        except TimeoutError:
+        except TimeoutError as error:
+            if not limit.expired():
+                raise VerdictError(f"verifier raised TimeoutError: {error}") from error
             what = f"verifier gave no verdict within {self._timeout_s:g} s"
             raise VerdictLateError(what) from None
         except (InfrastructureError, VerdictError):

@@ -140,6 +140,7 @@ class PosixStorage:
     def rename(self, source: str, target: str) -> None:
         with _refusing("rename", source, passing=FileNotFoundError):
             os.rename(self.full(source), self.full(target))
+        self._forget(self.full(source))
 
     def remove(self, path: str) -> None:
         full = self.full(path)
@@ -151,6 +152,7 @@ class PosixStorage:
             except (FileNotFoundError, NotADirectoryError):
                 return
             except IsADirectoryError:
+                self._forget(full)
                 _remove_tree(full)
 
     def collect_temporaries(self, path: str) -> int:
@@ -198,8 +200,15 @@ class PosixStorage:
         made = _make_dir(directory)
         # Also, once, for an existing one: whoever made it may have died before this sync.
         if made or directory not in self._durable:
+            self._durable.discard(directory)
             _sync_dir(os.path.dirname(directory))
             self._durable.add(directory)
+
+    def _forget(self, full: str) -> None:
+        """What is there from now on was made by somebody else."""
+        below = full + os.sep
+        gone = {one for one in self._durable if one == full or one.startswith(below)}
+        self._durable -= gone
 
     @contextlib.contextmanager
     def _temporary(self, full: str, data: bytes) -> Generator[str]:

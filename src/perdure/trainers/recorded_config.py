@@ -16,7 +16,7 @@ CONFIG_FILE = "config.yaml"
 CHANGEABLE = (
     "checkpoint.*, log.*, trainer.warm_start_log_every, task.jsonl.*path, learner.mismatch_alarm,"
     " learner.offload_anchor, learner.nonfinite, model.from_pretrained, runtime, ray.*,"
-    " rollout.engines"
+    " rollout.engines, rollout.spillover, rollout.process.*"
 )
 """What an override of a resume may set. None of them changes the bits of a step: one that was
 trained under either value of ``nonfinite`` gave the same, or stops the redo with a sentence."""
