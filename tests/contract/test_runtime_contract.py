@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from ray_cluster import QUIET
 
+from perdure.core.clock import SystemClock
 from perdure.core.errors import FencedError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingParams
@@ -88,7 +89,8 @@ class Store:
 
 def parts_of(run_id: str, incarnation: int, claimed: list[int]) -> RuntimeParts:
     store = Store(run_id, incarnation, claimed)
-    return cast("RuntimeParts", SimpleNamespace(store=store, events=lambda name, fields: None))
+    parts = SimpleNamespace(store=store, clock=SystemClock(), events=lambda name, fields: None)
+    return cast("RuntimeParts", parts)
 
 
 def run(main: Callable[[], Awaitable[Any]]) -> None:

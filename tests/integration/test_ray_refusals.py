@@ -62,6 +62,17 @@ def test_a_head_that_is_not_there_is_noticed_in_seconds(tmp_path: Path, silent_p
         assert time.monotonic() - began_s < 20
 
 
+@pytest.mark.parametrize("address", ["auto", "ray://127.0.0.1:10001", "127.0.0.1"])
+def test_an_environment_that_names_no_head_is_said_to_do_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    said = refusal(tmp_path / "run")
+    assert f"no cluster can be joined at {address}" in said
+    assert "RAY_ADDRESS" in said
+    assert "host:port" in said
+
+
 def test_a_cluster_that_cannot_be_started_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

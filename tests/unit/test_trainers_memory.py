@@ -83,7 +83,7 @@ def test_batches_that_run_ahead_are_held_too() -> None:
     assert needs("colocate_async", 3) == 4 * needs("colocate_async", 0)
 
 
-def test_engines_in_processes_of_their_own_are_counted() -> None:
+def test_engines_in_processes_of_their_own_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(*overrides: str) -> int:
         config = load_config(RunConfig, RECIPE, overrides)
         task = make_task(config.task, config.seed)
@@ -94,6 +94,11 @@ def test_engines_in_processes_of_their_own_are_counted() -> None:
     assert one > 200 * 2**20
     assert needs("mode=separate_async", "rollout.engines=3") == 3 * one
     assert needs("mode=separate_async", "rollout.slots=1000") > one
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert needs("mode=separate_async", "runtime=ray") == one
+    assert needs("mode=separate_async", "runtime=ray", "ray.address=10.0.0.1:6379") == 0
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert needs("mode=separate_async", "runtime=ray") == 0
 
 
 def test_the_anchor_is_a_second_copy_of_the_policy() -> None:

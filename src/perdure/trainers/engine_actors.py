@@ -35,7 +35,7 @@ def cluster_of(config: RunConfig) -> AbstractContextManager[None]:
         )
     from perdure.runtime.ray.cluster import joined
 
-    return joined(_plan(config), address=config.ray.address)
+    return joined(_plan(config), address=config.ray.head())
 
 
 def engine_actors(

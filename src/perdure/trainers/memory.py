@@ -105,7 +105,7 @@ def _anchor_need(config: RunConfig, task: Task) -> Need:
 
 def _engines_need(config: RunConfig, task: Task) -> Need:
     """Engines in processes of their own: each has an interpreter, the weights and a cache."""
-    here = config.has_outer_engines and (config.runtime == "local" or config.ray.address is None)
+    here = config.has_outer_engines and (config.runtime == "local" or config.ray.head() is None)
     count = config.rollout.engines if here else 0
     shape, options = model_shape(config, task), engine_options(config, task)
     cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * options.max_tokens * options.slots

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated
 
 from pydantic import Field
 
 from perdure.config import Problem, Section
+from perdure.core.errors import ConfigError
 
 _HOST_AND_PORT = re.compile(r"[^\s:/]+:[0-9]{1,5}|\[[0-9a-fA-F:]+\]:[0-9]{1,5}")
+
+
+RAY_ADDRESS = "RAY_ADDRESS"
+"""The environment variable that says where the head is when the recipe does not."""
 
 
 class RayConfig(Section):
@@ -32,6 +38,23 @@ class RayConfig(Section):
     orphan_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """An engine whose controller has been silent for so long ends and gives the places of the run
     back. Until then a resume finds it."""
+
+    def head(self, environment: Mapping[str, str] = os.environ) -> str | None:
+        """`host:port` of the head of the cluster to join; None: the run has one of its own.
+
+        Raises:
+            ConfigError: RAY_ADDRESS says something else.
+        """
+        address = self.address or environment.get(RAY_ADDRESS) or None
+        if address is not None and not _HOST_AND_PORT.fullmatch(address):
+            raise ConfigError(
+                f"no cluster can be joined at {address}",
+                where=RAY_ADDRESS,
+                rule="it must be host:port of the head, as `ray start --head` prints it",
+                way_out=f"set {RAY_ADDRESS}=127.0.0.1:6379 or ray.address, or unset {RAY_ADDRESS}"
+                " for a cluster on this machine alone",
+            )
+        return address
 
     def problems(self) -> Iterable[Problem]:
         if self.address is not None and not _HOST_AND_PORT.fullmatch(self.address):

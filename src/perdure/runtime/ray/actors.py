@@ -63,6 +63,7 @@ class EngineActors:
         self._run_id = parts.store.run.run_id
         self._store = parts.store
         self._events = parts.events
+        self._clock = parts.clock
         self._plan = plan
         self._settings = settings
         self._head = head_address()
@@ -83,7 +84,6 @@ class EngineActors:
             group=await self._places(),
             bundle=self.names.index(name),
             cpus=self._plan.cpus_per_engine,
-            gpus=self._plan.gpus_per_engine,
             threads=settings.threads,
             heartbeat_s=settings.heartbeat_s,
             silence_timeout_s=settings.silence_timeout_s,
@@ -118,7 +118,10 @@ class EngineActors:
     async def watch(self) -> None:
         settings = self._settings
         await watch_head(
-            self._head, interval_s=settings.heartbeat_s, timeout_s=settings.silence_timeout_s
+            self._head,
+            interval_s=settings.heartbeat_s,
+            timeout_s=settings.silence_timeout_s,
+            clock=self._clock,
         )
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,13 +30,11 @@ class PoolPlan:
     Attributes:
         engines: Rollout engines.
         cpus_per_engine: Cores of each.
-        gpus_per_engine: Devices of each; may be a fraction.
         learner_cpus: Cores kept for the learner, which works in the controller's process.
     """
 
     engines: int
     cpus_per_engine: int = 1
-    gpus_per_engine: float = 0.0
     learner_cpus: int = 1
 
     @property
@@ -44,23 +42,29 @@ class PoolPlan:
         """Cores in all."""
         return self.engines * self.cpus_per_engine + self.learner_cpus
 
-    @property
-    def gpus(self) -> float:
-        """Devices in all."""
-        return self.engines * self.gpus_per_engine
+    def fits(self, nodes: Sequence[float]) -> bool:
+        """Whether nodes with so many cores, all of them free, have room: none is split."""
+
+        def engines_beside(learner: int) -> float:
+            """Of them all, with the learner on one of the nodes."""
+            return sum(
+                (cpus - (self.learner_cpus if at == learner else 0)) // self.cpus_per_engine
+                for at, cpus in enumerate(nodes)
+            )
+
+        homes = [at for at, cpus in enumerate(nodes) if cpus >= self.learner_cpus]
+        return any(engines_beside(home) >= self.engines for home in homes)
 
     def bundles(self) -> list[dict[str, float]]:
         """One for each engine, then one for the learner if it works on a node of the cluster."""
         engine = {"CPU": float(self.cpus_per_engine)}
-        if self.gpus_per_engine:
-            engine["GPU"] = self.gpus_per_engine
         learner = [{"CPU": float(self.learner_cpus)}] if self.learner_cpus else []
         return [*([engine] * self.engines), *learner]
 
 
 @contextmanager
 def joined(plan: PoolPlan, *, address: str | None = None) -> Generator[None]:
-    """Belong to the cluster at ``address``, or that of RAY_ADDRESS, or one of its own.
+    """Belong to the cluster at ``address``, or without one to one of its own.
 
     One that was joined before is used and not left. One of its own runs on this machine and ends
     with the body, or with this process.
@@ -71,7 +75,7 @@ def joined(plan: PoolPlan, *, address: str | None = None) -> Generator[None]:
     """
     joins = not ray.is_initialized()
     try:
-        join_cluster(plan, address=address or os.environ.get("RAY_ADDRESS"))
+        join_cluster(plan, address=address)
         yield
     finally:
         if joins:
@@ -85,18 +89,14 @@ def join_cluster(plan: PoolPlan, *, address: str | None = None) -> None:
             raise _nobody(address, f"nobody has answered for {_ANSWER_TIMEOUT_S:g} s")
         with _handlers_kept():
             _connect(address)
-    have = ray.cluster_resources()
-    missing = [
-        f"{need:g} {kind}s are needed, the cluster has {have.get(kind, 0):g}"
-        for kind, need in (("CPU", plan.cpus), ("GPU", plan.gpus))
-        if need > have.get(kind, 0)
-    ]
-    if missing:
+    nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    if not plan.fits(nodes):
+        each = f", on nodes of {', '.join(f'{cpus:g}' for cpus in nodes)}" if nodes[1:] else ""
         raise ConfigError(
-            "; ".join(missing),
+            f"{plan.cpus} CPUs are needed, the cluster has {sum(nodes):g}{each}",
             where="ray runtime",
             rule=f"{plan.engines} engines of {plan.cpus_per_engine} CPUs each, and"
-            f" {plan.learner_cpus} for the learner",
+            f" {plan.learner_cpus} for the learner, each of them on one node",
             way_out="lower rollout.engines or threads, add nodes, or set runtime=local",
         )
 
@@ -140,10 +140,9 @@ def _innermost(error: BaseException) -> str:
 def _nobody(address: str, why: str) -> ConfigError:
     return ConfigError(
         f"no cluster can be joined at {address}: {why}",
-        where="ray.address",
+        where="ray.address or RAY_ADDRESS",
         rule="the ray runtime joins a cluster that is up",
-        way_out="start one with `ray start --head`, or leave ray.address out to start one on this"
-        " machine",
+        way_out="start one with `ray start --head`, or leave both out to start one on this machine",
     )
 
 
@@ -166,14 +165,14 @@ async def reserve(run_id: str, plan: PoolPlan, *, timeout_s: float) -> Placement
     Raises:
         ConfigError: Others hold so much of the cluster that there is no room in time.
     """
-    name = f"perdure-{run_id}"
+    name, made = f"perdure-{run_id}", False
     try:
         group = get_placement_group(name)
         if [dict(bundle) for bundle in group.bundle_specs] != plan.bundles():
             remove_placement_group(group)
             raise ValueError(name)
     except ValueError:
-        group = placement_group(plan.bundles(), name=name, lifetime="detached")
+        group, made = placement_group(plan.bundles(), name=name, lifetime="detached"), True
     try:
         async with asyncio.timeout(timeout_s):
             await group.ready()
@@ -181,12 +180,16 @@ async def reserve(run_id: str, plan: PoolPlan, *, timeout_s: float) -> Placement
         remove_placement_group(group)
         free = ray.available_resources()
         raise ConfigError(
-            f"no room for {plan.cpus} CPUs and {plan.gpus:g} GPUs within {timeout_s:g} s;"
-            f" free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs",
+            f"no room for {plan.cpus} CPUs within {timeout_s:g} s;"
+            f" free are {free.get('CPU', 0):g} CPUs",
             where="ray runtime",
             rule="learner and engines have places of their own",
             way_out="end what holds the cluster (`ray status` shows it), or add nodes",
         ) from None
+    except BaseException:
+        if made:
+            remove_placement_group(group)
+        raise
     return group
 
 

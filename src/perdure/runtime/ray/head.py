@@ -6,10 +6,10 @@ Ray itself waits for a head that is gone for a minute or two, and then ends the 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 
+from perdure.core.clock import Clock
 from perdure.core.errors import InfrastructureError
 
 
@@ -27,22 +27,27 @@ def answers(address: str, *, timeout_s: float) -> bool:
         return False
 
 
-async def watch_head(address: str, *, interval_s: float, timeout_s: float) -> None:
+async def watch_head(address: str, *, interval_s: float, timeout_s: float, clock: Clock) -> None:
     """Look whether the head answers, again and again. Runs until cancelled.
 
-    Only looks are counted, so that an event loop that was busy is not taken for silence.
+    Only looks and the pauses between them count, so that an event loop that was busy is not taken
+    for silence.
 
     Raises:
         InfrastructureError: It has not answered for ``timeout_s``.
     """
-    missed = 0
-    while missed < math.ceil(timeout_s / interval_s):
-        if await asyncio.to_thread(answers, address, timeout_s=interval_s):
-            missed = 0
-        else:
-            missed += 1
+    silent_s = 0.0
+    while silent_s < timeout_s:
+        there, took_s = await asyncio.to_thread(_look, address, interval_s, clock)
+        silent_s = 0.0 if there else silent_s + took_s + interval_s
         await asyncio.sleep(interval_s)
     raise _gone(address, timeout_s)
+
+
+def _look(address: str, timeout_s: float, clock: Clock) -> tuple[bool, float]:
+    """Whether the head answers, and the seconds until that was clear."""
+    began_s = clock.monotonic_s()
+    return answers(address, timeout_s=timeout_s), clock.monotonic_s() - began_s
 
 
 async def require_head(address: str, *, timeout_s: float) -> None:

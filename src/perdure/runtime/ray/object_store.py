@@ -7,7 +7,9 @@ from typing import Any
 
 import ray
 from ray import ObjectRef
+from ray.exceptions import RayError
 
+from perdure.core.errors import StorageError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.rollout_api import Weights
 from perdure.models import copied_weights
@@ -19,11 +21,23 @@ class StoredWeights(Mapping[str, Any]):
 
     Attributes:
         reference: Of the stored arrays.
+
+    Raises:
+        StorageError: The store does not take them.
     """
 
     def __init__(self, weights: Mapping[str, Any]) -> None:
         self._weights = copied_weights(weights)
-        self.reference: ObjectRef[Any] = ray.put(self._weights)
+        try:
+            self.reference: ObjectRef[Any] = ray.put(self._weights)
+        except RayError as error:
+            raise StorageError(
+                f"weights cannot be stored in the cluster: {error}",
+                where="object store of the ray runtime",
+                rule="weights go to the engines through it",
+                way_out="give it more memory (`ray start --object-store-memory`) or the node more"
+                " disk, and resume the run",
+            ) from error
 
     def __getitem__(self, name: str) -> Any:
         return self._weights[name]

@@ -47,7 +47,6 @@ class Placement:
         group: Places kept for the run; None: anywhere.
         bundle: Which of them.
         cpus: Cores that the cluster keeps for it.
-        gpus: Devices kept for it; may be a fraction.
         threads: That it computes with.
         heartbeat_s: Between two signs of life.
         silence_timeout_s: Without one for so long (and a tenth more) it is lost.
@@ -59,7 +58,6 @@ class Placement:
     group: PlacementGroup | None = None
     bundle: int = 0
     cpus: int = 1
-    gpus: float = 0.0
     threads: int = 1
     heartbeat_s: float = 1.0
     silence_timeout_s: float = 8.0
@@ -145,8 +143,7 @@ class RayEngine:
                 _kill_named(place.name)
             raise _lost(
                 place,
-                f"has not started for {place.start_timeout_s:g} s: it waits for {place.cpus} CPUs"
-                + (f" and {place.gpus:g} GPUs" if place.gpus else ""),
+                f"has not started for {place.start_timeout_s:g} s: it waits for {place.cpus} CPUs",
             ) from None
         engine._silence.start()
         engine._pings = asyncio.get_running_loop().create_task(engine._ask_for_life())
@@ -300,11 +297,14 @@ class RayEngine:
 
     async def _ask_for_life(self) -> None:
         """Ask for signs of life again and again. Runs until the engine is lost or closed."""
-        with suppress(EngineLostError, RuntimeError):
+        try:
             while True:
                 self.undelivered_tokens = await self._call(self._actor.ping.remote())
                 self._silence.heard()
                 await asyncio.sleep(self._place.heartbeat_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody watches the engine now
+            if not self._closed:
+                self._lose(f"cannot be watched: {error}")
 
     def _fall_silent(self, silent_s: float) -> None:
         self._lose(f"gives no sign of life for {silent_s:.1f} s")
@@ -318,11 +318,15 @@ class RayEngine:
         try:
             await asyncio.wait([call, end], return_when=asyncio.FIRST_COMPLETED)
             return call.result() if call.done() else end.result()
-        except RayActorError as error:
-            raise self._lose("died or cannot be reached") from error
         except RayTaskError as error:
+            if isinstance(error.cause, RayError):
+                raise self._lose(_first_line(error.cause)) from error
             self.is_anothers |= isinstance(error.cause, FencedError)
             raise error.cause from error
+        except RayActorError as error:
+            raise self._lose("died or cannot be reached") from error
+        except RayError as error:
+            raise self._lose(_first_line(error)) from error
         finally:
             self._ends.discard(end)
             end.cancel()
@@ -368,7 +372,6 @@ def _new_actor(model_config: ModelConfig, options: EngineOptions, place: Placeme
             scheduling_strategy=strategy or "DEFAULT",
             lifetime="detached",
             num_cpus=place.cpus,
-            num_gpus=place.gpus,
             max_restarts=0,
             max_concurrency=options.slots * 4 + 16,
         )
@@ -379,6 +382,10 @@ def _new_actor(model_config: ModelConfig, options: EngineOptions, place: Placeme
 def _kill_named(name: str) -> None:
     with suppress(ValueError):
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+
+
+def _first_line(error: RayError) -> str:
+    return f"failed in Ray: {next(iter(str(error).splitlines()), type(error).__name__)}"
 
 
 def _lost(place: Placement, reason: str) -> EngineLostError:
