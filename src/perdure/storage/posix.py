@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from perdure.core.faults import FaultHook, FaultPoint, NoFaults
+from perdure.storage.posix_lock import PosixLock, try_lock
 from perdure.storage.refusals import (
     TEMPORARY_PREFIX,
     abandoned,
@@ -180,7 +180,7 @@ class PosixStorage:
         with _refusing("lock", path):
             descriptor = os.open(self.full(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
             try:
-                locked = _try_lock(descriptor)
+                locked = try_lock(descriptor)
             except OSError:
                 os.close(descriptor)
                 raise
@@ -272,37 +272,6 @@ class PosixAppendFile:
             raise abandoned(self._path)
 
 
-class PosixLock:
-    """A held flock(2). It falls with the process: forked children give their copy up at once."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        _held.add(self)
-
-    def release(self) -> None:
-        if self in _held:
-            _held.remove(self)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-            os.close(self._descriptor)
-
-    def forget(self) -> None:
-        """Close the inherited descriptor without unlocking what the parent holds."""
-        os.close(self._descriptor)
-
-
-_held: set[PosixLock] = set()
-
-
-def _forget_locks() -> None:
-    # A flock lives as long as any copy of its descriptor: a worker forked by a trainer that is
-    # killed would keep the run busy for ever.
-    while _held:
-        _held.pop().forget()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
 @contextlib.contextmanager
 def _refusing(action: str, path: str, *, passing: type[OSError] | None = None) -> Generator[None]:
     """Turn an ``OSError`` into a ``StorageError``, except the one the contract lets through."""
@@ -312,15 +281,6 @@ def _refusing(action: str, path: str, *, passing: type[OSError] | None = None) -
         if passing is not None and isinstance(error, passing):
             raise
         raise refusal(action, where=path, error=error) from error
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Take an exclusive flock(2); False if another open file holds it."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _create_temporary(full: str) -> tuple[str, int]:
@@ -337,7 +297,7 @@ def _create_temporary(full: str) -> tuple[str, int]:
             descriptor = os.open(temporary, flags, _FILE_MODE)
             stack.callback(os.close, descriptor)
             # Before it was locked, somebody may have taken it for one that was left behind.
-            if _try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
+            if try_lock(descriptor) and os.fstat(descriptor).st_nlink > 0:
                 stack.pop_all()
                 return temporary, descriptor
 
@@ -348,7 +308,7 @@ def _remove_if_abandoned(temporary: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        if not _try_lock(descriptor):
+        if not try_lock(descriptor):
             return False
         # Gone under this name: its writer has just finished. Names are never used again.
         with contextlib.suppress(FileNotFoundError):
