@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 
 import pytest
 
 from perdure.core import errors
-from perdure.core.errors import ConfigError, PerdureError, StorageError
+from perdure.core.errors import ConfigError, PerdureError, StorageError, without_frames
 
 KINDS = [
     value
@@ -52,3 +53,27 @@ def test_exit_codes_are_distinct_and_never_success() -> None:
     codes = [kind.exit_code for kind in KINDS]
     assert len(set(codes)) == len(codes)
     assert all(0 < code < 256 for code in codes)
+
+
+def test_an_error_that_is_kept_holds_on_to_nothing_its_functions_held() -> None:
+    class Held:
+        pass
+
+    def fail() -> None:
+        held = Held()
+        alive.append(weakref.ref(held))
+        try:
+            raise OSError(5, "no disk")
+        except OSError as cause:
+            raise StorageError("cannot write", where="a") from cause
+
+    kept: list[StorageError] = []
+    alive: list[weakref.ref[Held]] = []
+    try:
+        fail()
+    except StorageError as error:
+        kept.append(error)
+    assert alive[0]() is not None
+    assert without_frames(kept[0]) is kept[0]
+    assert isinstance(kept[0].__cause__, OSError)
+    assert alive[0]() is None

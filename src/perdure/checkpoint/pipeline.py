@@ -27,7 +27,7 @@ from perdure.checkpoint.team import Turn
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
 from perdure.core.components import Segment
-from perdure.core.errors import FencedError, PerdureError, StorageError
+from perdure.core.errors import FencedError, PerdureError, StorageError, without_frames
 from perdure.core.events import EventSink
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import CheckpointName, IncarnationNumber
@@ -332,7 +332,7 @@ class SavePipeline:
     def report(self, name: CheckpointName, error: SaveError) -> SaveError:
         """Count and say why a save was not committed."""
         self.failed += 1
-        self.last_error = error
+        self.last_error = without_frames(error)
         text = str(error) or repr(error)
         self.events("checkpoint_failed", {"step": name.step, "name": name.directory, "error": text})
         return error

@@ -6,7 +6,9 @@ that they cross process boundaries unchanged.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
 class PerdureError(Exception):
@@ -135,3 +137,17 @@ class InterruptError(StoppedError):
     """Ctrl-C ended the run in an orderly way; 128 + 2."""
 
     exit_code = 130
+
+
+def without_frames(error: E) -> E:
+    """The error without its tracebacks, and those of what caused it.
+
+    For an error that is kept: the frames of a traceback keep alive whatever their functions held.
+    """
+    pending: list[BaseException | None] = [error]
+    while pending:
+        one = pending.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            pending += [one.__cause__, one.__context__]
+    return error

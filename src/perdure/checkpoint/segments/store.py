@@ -127,14 +127,19 @@ class SegmentStore:
     def delete(self, paths: Collection[str]) -> None:
         """Delete files that, as the caller knows, no checkpoint names any more.
 
-        One that an object stands for stays: a checkpoint that is being saved may name it.
+        One that an object stands for stays: a checkpoint that is being saved may name it. It goes
+        after a later commit, as does one that the storage refuses to delete.
+
+        Raises:
+            StorageError: The storage refused.
         """
         with self._lock:
             live = {path for path in paths if path in self._live}
         doomed = sorted(set(paths) - live)
-        self._unnamed |= live
+        self._unnamed.update(paths)
         for path in doomed:
             self._storage.remove(path)
+            self._unnamed.discard(path)
         for folder in sorted({posixpath.dirname(path) for path in doomed}):
             self._storage.sync_dir(folder)
 
