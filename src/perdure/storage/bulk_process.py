@@ -21,6 +21,8 @@ START_S = 30.0
 MAPPED = 2
 """Memories a process holds at most; others are kept alive by nobody."""
 _KILL_WAIT_S = 5.0
+_PROGRAM = "import sys; sys.path += sys.argv[1:3]; from bulk.server import main; main()"
+"""The folder of :mod:`bulk` as a package of its own. The standard library's names come first."""
 
 
 class BulkProcessLost(Exception):
@@ -116,12 +118,13 @@ class BulkProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        site = str(Path(str(xxhash.__file__)).parent.parent)
-        script = [bulk.__file__, str(theirs.fileno()), str(os.getpid()), site]
+        # Without site-packages: it is told where the one library that it needs lies.
+        found = [str(Path(str(module.__file__)).parent.parent) for module in (bulk, xxhash)]
+        program = [_PROGRAM, *found, str(theirs.fileno()), str(os.getpid())]
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", *script],
+                    [sys.executable, "-I", "-S", "-c", *program],
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                 )

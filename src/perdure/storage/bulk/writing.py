@@ -1,44 +1,19 @@
-"""Large files, written past the page cache, hashed and read back: the library and the process.
-
-Imported, it gives :func:`write_image` and :func:`check_image`. Run as a script it serves them over
-a socket until the other end is closed or its parent is gone; :mod:`perdure.storage.bulk_process`
-starts it so. It imports nothing of perdure: it must start in a fraction of a second.
-"""
+"""Writing files past the page cache, with the checksums of their chunks."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
-import json
-import mmap
 import os
 import queue
-import select
-import signal
-import socket
-import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple
-
-if __name__ == "__main__":
-    # Started without site-packages: the parent says where it found the one library needed.
-    sys.path.append(sys.argv[3])
+from typing import NamedTuple
 
 import xxhash
 
-CHUNK_BYTES = 8 << 20
-"""Bytes written, hashed and read back at once; each chunk of a file has its own checksum."""
+from .blocks import CHUNK_BYTES, aligned, no_progress, open_direct
 
-ALIGNMENT = 4096
-"""Bytes; O_DIRECT takes memory, offsets and lengths that are multiples of it."""
-
-_ORPHAN_CHECK_S = 0.5
-_RECEIVE_BYTES = 64 << 10
-_BUFFERS = 3
-_CACHED_BYTES = 256 << 10
-_MADV_POPULATE_READ = 22
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,10 +22,6 @@ class ImageSums(NamedTuple):
 
     checksum: str
     chunks: tuple[str, ...]
-
-
-def no_progress() -> None:
-    """Nobody watches."""
 
 
 def write_image(
@@ -137,7 +108,7 @@ def _create(
     descriptor = direct = -1
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        direct = _open_direct(path) if whole_blocks and size else -1
+        direct = open_direct(path) if whole_blocks and size else -1
         if whole_blocks:
             _allocate(descriptor, aligned(size))
         for start, blocks in pieces:
@@ -283,95 +254,6 @@ class _Feed:
         self._chunks.append(chunk.hexdigest())
 
 
-class Room:
-    """A buffer that is kept: it grows to what was asked for, to a chunk at most. One thread."""
-
-    def __init__(self, buffer: memoryview | None = None) -> None:
-        self._buffer = memoryview(b"") if buffer is None else buffer
-
-    def for_file(self, size: int) -> memoryview:
-        """Page-aligned room for the chunks of a file of ``size`` bytes, in whole blocks."""
-        wanted = min(CHUNK_BYTES, aligned(size) or ALIGNMENT)
-        if self._buffer.nbytes < wanted:
-            self._buffer = huge_pages(wanted)
-        return self._buffer
-
-
-def check_image(
-    path: str,
-    size: int,
-    chunks: Sequence[str],
-    *,
-    room: Room | None = None,
-    progress: Callable[[], None] = no_progress,
-) -> list[int]:
-    """Indices of the chunks that the disk, not the page cache, has not as they should be.
-
-    Args:
-        path: The file.
-        size: Bytes it should have.
-        chunks: xxh3-128 of its chunks.
-        room: What it is read into, if it is to be kept for the next file.
-        progress: Called after every chunk.
-
-    Raises:
-        OSError: It is absent or cannot be read.
-    """
-    bad: list[int] = []
-    with open_past_cache(path) as descriptor:
-        buffer = (room or Room()).for_file(size)
-        for index, checksum in enumerate(chunks):
-            # An object, not the one-shot function, so that other threads may run meanwhile.
-            piece = read_piece(descriptor, buffer, index * CHUNK_BYTES, size)
-            if xxhash.xxh3_128(piece).hexdigest() != checksum:
-                bad.append(index)
-            progress()
-    return bad
-
-
-@contextlib.contextmanager
-def open_past_cache(path: str, *, forget: bool = True) -> Generator[int]:
-    """A descriptor for :func:`read_piece`, past the page cache where the file system has O_DIRECT.
-
-    Args:
-        path: The file.
-        forget: Drop what the page cache has of it, so that in any case the disk is read.
-    """
-    descriptor = _open_direct(path, os.O_RDONLY)
-    if descriptor < 0:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if forget:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def read_piece(descriptor: int, buffer: memoryview, start: int, end: int) -> memoryview:
-    """What there is of a file from ``start``, one chunk or up to ``end``, read in whole blocks.
-
-    Args:
-        descriptor: Of :func:`open_past_cache`.
-        buffer: One of :func:`chunk_buffer`.
-        start: A multiple of :data:`ALIGNMENT`.
-        end: Where to stop.
-    """
-    wanted = min(CHUNK_BYTES, end - start)
-    filled = 0
-    while filled < wanted:
-        count = os.preadv(descriptor, [buffer[filled : aligned(wanted)]], start + filled)
-        if not count:
-            break
-        filled += count
-    return buffer[: min(filled, wanted)]
-
-
-def aligned(size: int) -> int:
-    """The next multiple of :data:`ALIGNMENT`."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
 def _write_direct(descriptor: int, blocks: memoryview, start: int) -> bool:
     """Write whole blocks; False if the file system takes no O_DIRECT after all."""
     try:
@@ -389,29 +271,6 @@ def _write(descriptor: int, piece: memoryview, offset: int) -> None:
         written += os.pwrite(descriptor, piece[written:], offset + written)
 
 
-def chunk_buffer() -> memoryview:
-    """Room for one chunk."""
-    return huge_pages(CHUNK_BYTES)
-
-
-def huge_pages(size: int) -> memoryview:
-    """Page-aligned zeros. A disk takes far fewer requests for huge pages than for small ones."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
-
-
-def _open_direct(path: str, mode: int = os.O_WRONLY) -> int:
-    """A descriptor that goes past the page cache, or -1 where the file system has none."""
-    try:
-        return os.open(path, mode | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-            return -1
-        raise
-
-
 def _allocate(descriptor: int, size: int) -> None:
     """Reserve the blocks at once; a file system that cannot gives them as they are written."""
     while size and _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
@@ -420,106 +279,3 @@ def _allocate(descriptor: int, size: int) -> None:
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-
-
-class Server:
-    """The process's side of the socket: one job at a time, an empty line after every chunk.
-
-    Jobs and answers are lines of JSON. ``map`` comes with the descriptor of the memory.
-    """
-
-    def __init__(self, connection: socket.socket, parent: int) -> None:
-        self._connection = connection
-        self._parent = parent
-        self._received = b""
-        self._descriptors: list[int] = []
-        self._memories: dict[int, mmap.mmap] = {}
-        self._buffers = [chunk_buffer() for _ in range(_BUFFERS)]
-        self._room = Room(self._buffers[0])
-
-    def serve(self) -> None:
-        """Work until the parent closes the socket or is gone."""
-        while line := self._line():
-            job = json.loads(line)
-            try:
-                answer = self._work(job)
-            except OSError as error:
-                answer = {"errno": error.errno or errno.EIO}
-            self._connection.sendall(json.dumps(answer).encode() + b"\n")
-
-    def _line(self) -> bytes:
-        while b"\n" not in self._received:
-            if not self._readable():
-                return b""
-            data, descriptors, _, _ = socket.recv_fds(self._connection, _RECEIVE_BYTES, 1)
-            if not data:
-                return b""
-            self._received += data
-            self._descriptors += descriptors
-        line, _, self._received = self._received.partition(b"\n")
-        return line
-
-    def _readable(self) -> bool:
-        """Wait for data; False once nobody can send any.
-
-        The end of the socket is not enough: processes that the parent forked may hold a copy.
-        """
-        while os.getppid() == self._parent:
-            if select.select([self._connection], [], [], _ORPHAN_CHECK_S)[0]:
-                return True
-        return False
-
-    def _work(self, job: dict[str, Any]) -> dict[str, Any]:
-        kind = job["do"]
-        if kind == "map":
-            self._map(job["memory"], job["size"])
-        elif kind == "forget":
-            del self._memories[job["memory"]]
-        elif kind == "write":
-            start = job["offset"]
-            with memoryview(self._memories[job["memory"]]) as memory:
-                data = memory[start : start + aligned(job["size"])]
-                sums = write_image(
-                    job["path"],
-                    data,
-                    job["size"],
-                    buffers=self._buffers,
-                    step=_CACHED_BYTES,
-                    progress=self._alive,
-                )
-            return sums._asdict()
-        elif kind == "check":
-            bad = check_image(
-                job["path"], job["size"], job["chunks"], room=self._room, progress=self._alive
-            )
-            return {"bad": bad}
-        return {}
-
-    def _map(self, memory: int, size: int) -> None:
-        descriptor = self._descriptors.pop(0)
-        try:
-            mapped = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
-        with contextlib.suppress(OSError):
-            mapped.madvise(_MADV_POPULATE_READ)
-        self._memories[memory] = mapped
-
-    def _alive(self) -> None:
-        if os.getppid() != self._parent:
-            sys.exit("the parent is gone")
-        self._connection.sendall(b"\n")
-
-
-def main() -> None:
-    """``bulk.py SOCKET PARENT SITE``: descriptor, process id, where xxhash lies."""
-    # Sent to the whole group, they are for the parent, which may still want its last save.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(ConnectionError):
-        Server(connection, int(sys.argv[2])).serve()
-
-
-if __name__ == "__main__":
-    main()
