@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_a_checkpoint_says_the_same_whether_its_components_share_a_file(
         assert b"".join(one.tensor_file(name)) == b"".join(other.tensor_file(name))
     again = GroupedScript(single, 33).run(3)
     assert again.holds(3)
+
+
+def test_a_reader_is_gone_with_the_last_reference_to_it() -> None:
+    """What it has mapped of a shared file is freed then, not when garbage is collected."""
+    storage = MemoryStorage()
+    GroupedScript(storage, 32).run(1)
+    reader = newest(storage)
+    for name in reader.manifest.components:
+        reader.tensors(name)
+    held = weakref.ref(reader)
+    del reader
+    assert held() is None
 
 
 def test_exported_ones_are_plain_files_and_a_flipped_bit_sends_the_script_back(

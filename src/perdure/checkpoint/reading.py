@@ -159,6 +159,10 @@ def _view(piece: StoredPiece, shared: Box, element: np.dtype[Any]) -> np.ndarray
     )
 
 
+_SharedPlaces = tuple[CheckedFile, dict[str, dict[str, tuple[int, TensorPlace]]]]
+"""A file of several components: prefix → name → first byte there, and what it is."""
+
+
 class CheckpointReader:
     """Contents of one checkpoint. What is read is checked against the manifest."""
 
@@ -166,7 +170,7 @@ class CheckpointReader:
         self.manifest = manifest
         self._storage = storage
         self._root = directory_path(manifest.name.directory)
-        self._shared_places = functools.cache(self._read_shared)
+        self._shared: dict[str, _SharedPlaces] = {}
 
     def values(self) -> dict[str, dict[str, Any]]:
         """Small values of every component, by name."""
@@ -256,16 +260,17 @@ class CheckpointReader:
     ) -> tuple[CheckedFile, dict[str, tuple[int, TensorPlace]]]:
         """The file with a component's whole tensors; name → first byte there, and what it is."""
         if entry.tensor_prefix:
-            file, components = self._shared_places(entry.tensor_file)
+            # No functools.cache of a method: the cycle would keep what is mapped from going.
+            if entry.tensor_file not in self._shared:
+                self._shared[entry.tensor_file] = self._read_shared(entry.tensor_file)
+            file, components = self._shared[entry.tensor_file]
             if entry.tensor_prefix not in components:
                 raise damaged(file.where, f"no tensor's name begins with {entry.tensor_prefix}")
             return file, components[entry.tensor_prefix]
         file = self._open(entry.tensor_file)
         return file, {place.name: (start, place) for start, place in self._places(file)}
 
-    def _read_shared(
-        self, tensor_file: str
-    ) -> tuple[CheckedFile, dict[str, dict[str, tuple[int, TensorPlace]]]]:
+    def _read_shared(self, tensor_file: str) -> _SharedPlaces:
         """A file of several components: prefix → name → first byte, and what it is."""
         file = self._open(tensor_file)
         components: dict[str, dict[str, tuple[int, TensorPlace]]] = {}
