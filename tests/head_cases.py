@@ -1,6 +1,8 @@
-"""The pointer of a remote tier, with every field it has, as ``tests/golden/remote-v1`` holds it."""
+"""Pointers of a remote tier, as ``tests/golden/remote-v1`` holds them: every field they have."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from perdure.checkpoint.tier import Head, RemoteCheckpoint, RemoteFile
 from perdure.core.ids import IncarnationNumber
@@ -27,3 +29,18 @@ HEAD = Head(
     },
     log={"control-000001-000000.plog": 1234, "payload-000003-000000.plog": 67_108_864},
 )
+
+HEAD_CUT_OTHERWISE = replace(
+    HEAD,
+    checkpoints=(
+        HEAD.checkpoints[0],
+        replace(
+            HEAD.checkpoints[1],
+            segment_piece_bytes={"segments/replay/000000000010-5-1-z.seg": 16_777_216},
+        ),
+    ),
+)
+"""Its newest checkpoint names a segment that was stored before, in pieces of another size."""
+
+HEADS = {"head.json": HEAD, "head-cut-otherwise.json": HEAD_CUT_OTHERWISE}
+"""Golden file → what it says."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from head_cases import HEAD
+from head_cases import HEADS
 
 GOLDEN = Path(__file__).parent / "remote-v1"
 
 
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
-    (GOLDEN / "head.json").write_bytes(HEAD.encode())
+    for name, head in HEADS.items():
+        (GOLDEN / name).write_bytes(head.encode())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from head_cases import HEAD
+from head_cases import HEAD, HEADS
 from tier_cases import memory_objects
 
 from perdure.checkpoint.tier import read_head
@@ -15,7 +15,8 @@ from perdure.checkpoint.tier.head import FORMAT
 from perdure.core import sealed_json
 from perdure.core.errors import DamagedError, FutureFormatError
 
-GOLDEN = (Path(__file__).parents[1] / "golden" / "remote-v1" / "head.json").read_bytes()
+FOLDER = Path(__file__).parents[1] / "golden" / "remote-v1"
+GOLDEN = (FOLDER / "head.json").read_bytes()
 
 
 def stored(data: bytes) -> Any:
@@ -31,9 +32,16 @@ def changed(**fields: Any) -> bytes:
     return sealed_json.encode(value)
 
 
-def test_format_1_is_read_and_written_byte_for_byte() -> None:
-    assert stored(GOLDEN) == HEAD
-    assert HEAD.encode() == GOLDEN
+@pytest.mark.parametrize("name", sorted(HEADS))
+def test_format_1_is_read_and_written_byte_for_byte(name: str) -> None:
+    golden = (FOLDER / name).read_bytes()
+    assert stored(golden) == HEADS[name]
+    assert HEADS[name].encode() == golden
+
+
+def test_only_what_is_cut_otherwise_asks_for_a_reader_that_knows_it() -> None:
+    features = {name: json.loads((FOLDER / name).read_bytes())["features"] for name in HEADS}
+    assert features == {"head.json": [], "head-cut-otherwise.json": ["segment_piece_bytes"]}
 
 
 def test_every_flipped_bit_of_it_is_found() -> None:

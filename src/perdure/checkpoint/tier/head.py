@@ -15,7 +15,9 @@ from perdure.core.ids import IncarnationNumber
 
 HEAD = "head.json"
 FORMAT = 1
-FEATURES: frozenset[str] = frozenset()
+SEGMENT_PIECES = "segment_piece_bytes"
+"""Required by whoever pulls segments that are cut otherwise than the checkpoint that names them."""
+FEATURES = frozenset({SEGMENT_PIECES})
 """Required features this version understands."""
 _WRITE_AGAIN = "delete the object; perdure ckpt push writes it again if the run's disk is there"
 _SWAPS = 8
@@ -24,13 +26,47 @@ _SWAPS = 8
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A whole checkpoint of the remote tier; its files are cut into pieces of ``piece_bytes``."""
+    """A whole checkpoint of the remote tier; its files are cut into pieces of ``piece_bytes``.
+
+    ``segment_piece_bytes`` names the segments that were stored before with pieces of another size.
+    """
 
     directory: str
     step: int
     manifest_digest: str
     bytes: int
     piece_bytes: int
+    segment_piece_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def piece_bytes_of(self, path: str) -> int:
+        """How long the pieces of a file or segment are."""
+        return self.segment_piece_bytes.get(path, self.piece_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """As the pointer has it."""
+        value: dict[str, Any] = {
+            "directory": self.directory,
+            "step": self.step,
+            "manifest_digest": self.manifest_digest,
+            "bytes": self.bytes,
+            "piece_bytes": self.piece_bytes,
+        }
+        if self.segment_piece_bytes:
+            value[SEGMENT_PIECES] = dict(self.segment_piece_bytes)
+        return value
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RemoteCheckpoint:
+        """Raises ``KeyError``, ``TypeError``, ``ValueError``, ``AttributeError``: it is none."""
+        sizes = value.get(SEGMENT_PIECES, {}).items()
+        return cls(
+            directory=str(value["directory"]),
+            step=int(value["step"]),
+            manifest_digest=str(value["manifest_digest"]),
+            bytes=int(value["bytes"]),
+            piece_bytes=int(value["piece_bytes"]),
+            segment_piece_bytes={str(path): int(size) for path, size in sizes},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +118,14 @@ class Head:
         return sealed_json.encode(
             {
                 "format": FORMAT,
-                "features": [],
+                "features": self._features(),
                 "run_id": self.run_id,
                 "incarnation": self.incarnation,
                 "claim": self.claim,
                 "sequence": self.sequence,
                 "written_wall_s": self.written_wall_s,
                 "shipped_wall_s": self.shipped_wall_s,
-                "checkpoints": [
-                    {
-                        "directory": one.directory,
-                        "step": one.step,
-                        "manifest_digest": one.manifest_digest,
-                        "bytes": one.bytes,
-                        "piece_bytes": one.piece_bytes,
-                    }
-                    for one in self.checkpoints
-                ],
+                "checkpoints": [one.to_json() for one in self.checkpoints],
                 "uploading": self.uploading,
                 "uploading_segments": list(self.uploading_segments),
                 "dropped": list(self.dropped),
@@ -109,6 +136,9 @@ class Head:
                 "log": dict(self.log),
             }
         )
+
+    def _features(self) -> list[str]:
+        return [SEGMENT_PIECES] if any(one.segment_piece_bytes for one in self.checkpoints) else []
 
 
 def decode_head(data: bytes) -> Head:
@@ -131,7 +161,7 @@ def decode_head(data: bytes) -> Head:
         )
     try:
         return _parse(value)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(
             f"the pointer lacks a readable field ({error})",
             where=HEAD,
@@ -148,16 +178,7 @@ def _parse(value: dict[str, Any]) -> Head:
         sequence=int(value["sequence"]),
         written_wall_s=float(value["written_wall_s"]),
         shipped_wall_s=float(value["shipped_wall_s"]),
-        checkpoints=tuple(
-            RemoteCheckpoint(
-                str(one["directory"]),
-                int(one["step"]),
-                str(one["manifest_digest"]),
-                int(one["bytes"]),
-                int(one["piece_bytes"]),
-            )
-            for one in value["checkpoints"]
-        ),
+        checkpoints=tuple(RemoteCheckpoint.from_json(one) for one in value["checkpoints"]),
         uploading=str(value["uploading"]),
         uploading_segments=tuple(str(path) for path in value["uploading_segments"]),
         dropped=tuple(str(name) for name in value["dropped"]),

@@ -20,7 +20,7 @@ class TierOptions:
         keep: Newest checkpoints that stay in the remote tier, or all rules of it.
         log_ship_s: The tail of the log is shipped at least this often; what a lost disk may cost.
         poll_s: How often the tier looks whether a log segment was finished.
-        piece_bytes: Size of the objects that large files are cut into.
+        piece_bytes: Size of the objects that large files are cut into; those there stay so.
         parallel: Requests under way at once. So many pieces are in memory, one more when pulling.
         read_back: Read every stored piece and compare it before the pointer moves.
         call_timeout_s: Longest wait for one request, its repetitions included.

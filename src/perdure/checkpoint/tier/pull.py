@@ -237,7 +237,7 @@ class _Pull:
         manifest = decode_manifest(data, where=where)
         entry = FileEntry(len(data), one.manifest_digest)
         files = [
-            _cut(path, file, piece_bytes=one.piece_bytes)
+            _cut(path, file, piece_bytes=one.piece_bytes_of(path))
             for path, file in (segments_of(manifest) | files_of(manifest)).items()
         ]
         fetched = self.download.run(files)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from perdure.checkpoint.keep import MetricsOf, why_kept
 from perdure.checkpoint.ledger import CommitLedger
 from perdure.checkpoint.manifest import MANIFEST, Manifest, directory_path
-from perdure.checkpoint.retention import KnownMetrics, segments_in
-from perdure.checkpoint.segments.store import SEGMENTS
+from perdure.checkpoint.retention import KnownMetrics
 from perdure.checkpoint.tier.head import Head, Pointer, RemoteCheckpoint, RemoteFile
+from perdure.checkpoint.tier.leaving import Leaving
 from perdure.checkpoint.tier.log_files import LOG_DIR, log_cut, ship_log, unshipped
 from perdure.checkpoint.tier.objects import RetryingObjects
 from perdure.checkpoint.tier.options import TierContext
@@ -69,10 +69,7 @@ class Shipment:
     passed_over: set[str] = field(default_factory=set[str], init=False)
     _pointer: Pointer = field(init=False)
     _loaded: bool = field(default=False, init=False)
-    _segments: dict[str, frozenset[str]] = field(
-        default_factory=dict[str, frozenset[str]], init=False
-    )
-    """Stored checkpoint → paths of the segments that it names."""
+    _leaving: Leaving = field(init=False)
     _metrics_of: MetricsOf = field(init=False)
     _trouble: str = field(default="", init=False)
 
@@ -87,6 +84,7 @@ class Shipment:
             clock=self.context.clock,
             faults=self.context.faults,
         )
+        self._leaving = Leaving(self.objects, self._pointer)
 
     @property
     def head(self) -> Head:
@@ -129,8 +127,8 @@ class Shipment:
             return False
         started_s = self.context.clock.monotonic_s()
         try:
-            manifest = self._store(record)
-            self._point_to(record, manifest)
+            manifest, cut = self._store(record)
+            self._point_to(record, manifest, cut)
         except (FileNotFoundError, DamagedError):
             self.passed_over.add(record.directory)
             raise
@@ -155,7 +153,7 @@ class Shipment:
         self._load()
         gone: set[str] = set()
         for name in self.head.dropped:
-            if self._delete(name):
+            if self._leaving.delete(name):
                 gone.add(name)
             self.context.faults.reach(FaultPoint.REMOTE_DROPPED)
         if gone:
@@ -208,18 +206,18 @@ class Shipment:
         head = self.head
         return head.sequence == 0 or state.log != head.log or state.files != head.files
 
-    def _store(self, record: Checkpointed) -> Manifest:
+    def _store(self, record: Checkpointed) -> tuple[Manifest, dict[str, int]]:
+        """Store what is missing of it; the segments that were there, and how they are cut."""
         directory = record.directory
         self.pins.pin({*self._pinned(self.head), directory}, notes=self._notes())
         manifest, data = read_committed(
             self.storage, directory, manifest_digest=record.manifest_digest
         )
-        shared: set[str] = set()
-        for one in self.head.checkpoints:
-            shared |= self._segments_of(one.directory) or set()
+        there = self._leaving.piece_bytes()
         segments = set(segments_of(manifest))
+        shared = {path: size for path, size in there.items() if path in segments}
         if self.head.uploading != directory:
-            self._pointer.swap(lambda head: _begun(head, directory, segments, shared=shared))
+            self._pointer.swap(lambda head: _begun(head, directory, segments, shared={*shared}))
         upload = Upload(
             self.storage,
             self.objects,
@@ -229,16 +227,18 @@ class Shipment:
             self.between,
         )
         upload.run(manifest, data, shared=shared)
-        return manifest
+        return manifest, shared
 
-    def _point_to(self, record: Checkpointed, manifest: Manifest) -> None:
+    def _point_to(self, record: Checkpointed, manifest: Manifest, cut: Mapping[str, int]) -> None:
+        piece_bytes = self.context.options.piece_bytes
         committed = self._committed_names()
         new = RemoteCheckpoint(
             directory=record.directory,
             step=record.step,
             manifest_digest=record.manifest_digest,
             bytes=manifest.bytes + manifest.segment_bytes,
-            piece_bytes=self.context.options.piece_bytes,
+            piece_bytes=piece_bytes,
+            segment_piece_bytes={path: size for path, size in cut.items() if size != piece_bytes},
         )
         state = self._store_state()
 
@@ -250,12 +250,14 @@ class Shipment:
             ]
             kept = self._stay((*older, new))
             names = {one.directory for one in kept}
+            ours = head.uploading == new.directory
             left = [one.directory for one in head.checkpoints if one.directory not in names]
             return replace(
                 state.into(head),
                 checkpoints=kept,
-                uploading="",
-                uploading_segments=(),
+                # A push beside this process may be storing the next one by now.
+                uploading="" if ours else head.uploading,
+                uploading_segments=() if ours else head.uploading_segments,
                 dropped=(*head.dropped, *(name for name in left if name not in head.dropped)),
             )
 
@@ -268,47 +270,6 @@ class Shipment:
         records = [one for one in self.ledger.committed() if one.directory in names]
         why = why_kept(records, self.context.options.rules, metrics_of=self._metrics_of)
         return tuple(one for one in checkpoints if why.get(one.directory))
-
-    def _delete(self, name: str) -> bool:
-        """Delete the objects of a dropped checkpoint or segment; whether all are gone.
-
-        Of a checkpoint first the segments that no other names: its manifest says which they are.
-        """
-        if name.startswith(f"{SEGMENTS}/"):
-            return self._delete_segments({name})
-        root = directory_path(name)
-        manifest = f"{root}/{MANIFEST}"
-        keys = self.objects.list(root)
-        complete = True
-        if manifest in keys:
-            complete = self._delete_segments(self._segments_of(name) or set())
-            if complete:
-                self.objects.delete([manifest])
-        self.objects.delete([key for key in keys if key != manifest])
-        self._segments.pop(name, None)
-        return complete
-
-    def _delete_segments(self, paths: set[str]) -> bool:
-        """Delete those that no checkpoint names; False, and none, if that cannot be known."""
-        for one in self.head.checkpoints if paths else ():
-            named = self._segments_of(one.directory)
-            if named is None:
-                return False
-            paths = paths - named
-        for path in sorted(paths):
-            self.objects.delete(list(self.objects.list(path)))
-        return True
-
-    def _segments_of(self, directory: str) -> set[str] | None:
-        """Paths of the segments that a stored checkpoint names; None if its manifest is missing."""
-        if directory not in self._segments:
-            try:
-                data = self.objects.read(f"{directory_path(directory)}/{MANIFEST}")
-            except FileNotFoundError:
-                return None
-            # Of a damaged one, too: what it names may be all that is left of its rows.
-            self._segments[directory] = frozenset(segments_in(data))
-        return set(self._segments[directory])
 
     def _next(self) -> Checkpointed | None:
         """The checkpoint to ship now: what was begun goes on, else the newest that is here."""
