@@ -118,8 +118,8 @@ def main() -> None:
         log_to_driver=False,
         object_store_memory=OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",
-        # Idle processes for cores that the machine has not got.
-        _system_config={"prestart_worker_first_driver": False},
+        # Idle processes for cores that the machine has not got; engines that wait for everybody.
+        _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
     )
     sys.stdout.write(f"{context.address_info['gcs_address']}\n")
     sys.stdout.flush()

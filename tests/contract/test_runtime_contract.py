@@ -262,8 +262,9 @@ def test_what_is_found_again_keeps_the_same_weights_and_takes_others(
 ) -> None:
     from perdure.runtime.ray import ray_engine
     from perdure.runtime.ray.cluster import PoolPlan, joined
+    from perdure.runtime.ray.placement import Placement
 
-    place = ray_engine.Placement(tmp_path.name)
+    place = Placement(tmp_path.name)
 
     sent: list[object] = []
 

@@ -37,7 +37,7 @@ def runtime(request: pytest.FixtureRequest) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_logged_batches_give_the_weights(
-    tmp_path: Path, mode: str, runtime: tuple[str, ...]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], mode: str, runtime: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
     events = train(run, f"mode={mode}", *runtime)
@@ -45,6 +45,7 @@ def test_the_logged_batches_give_the_weights(
     assert state.last_step == 6
     assert len(events.of("published")) == 7
     assert not events.of("engine_lost")
+    assert "died" not in "".join(capfd.readouterr()), "an orderly end alarms nobody"
     report = audit_run(run)
     assert report.ok, report.summary_lines()
     assert retrained(run) == {step: done.digest for step, done in state.step_done.items()}

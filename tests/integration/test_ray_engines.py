@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 from ray.util import placement_group_table
 from ray_cluster import QUIET
 
@@ -24,9 +26,13 @@ from perdure.core.rollout_api import GenerationRequest, RolloutEngine, SamplingP
 from perdure.models import ModelConfig, Transformer, digest_weights, init_weights, weights_of
 from perdure.publish import Publication
 from perdure.rollout import EmbeddedEngine, EngineOptions, EnginePool
-from perdure.runtime.ray.cluster import PoolPlan, give_back, join_cluster, joined, reserve
+from perdure.runtime.ray import placement
+from perdure.runtime.ray.cluster import NAMESPACE, PoolPlan, join_cluster, joined
+from perdure.runtime.ray.engine_actor import EngineHost
 from perdure.runtime.ray.object_store import ObjectTransport
-from perdure.runtime.ray.ray_engine import Placement, RayEngine
+from perdure.runtime.ray.placement import Placement, new_actor
+from perdure.runtime.ray.places import give_back, reserve
+from perdure.runtime.ray.ray_engine import RayEngine
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -47,6 +53,7 @@ CONFIG = ModelConfig(
 )
 OPTIONS = EngineOptions(slots=4, max_tokens=300, chunk_tokens=4, deterministic=True)
 PLAN = PoolPlan(engines=2)
+FIRST, SECOND = IncarnationNumber(1), IncarnationNumber(2)
 
 
 @pytest.fixture(scope="module")
@@ -249,10 +256,13 @@ def test_an_engine_that_hangs_is_ended_by_who_has_the_run(cluster: str) -> None:
         engine = await RayEngine.start(CONFIG, OPTIONS, place, has_run=lambda: True)
         pid = await engine.pid()
         os.kill(pid, signal.SIGSTOP)
-        await _until(lambda: _true(not Path(f"/proc/{pid}").exists()))
+        await _ended(pid)
         other = await RayEngine.start(CONFIG, OPTIONS, place, has_run=lambda: True)
-        assert await other.pid() != pid
+        other_pid = await other.pid()
+        assert other_pid != pid
+        os.kill(other_pid, signal.SIGSTOP)
         await other.close()
+        await _ended(other_pid)
 
     run(main)
 
@@ -261,23 +271,30 @@ def test_an_engine_ends_when_its_last_controller_has_been_silent_for_as_long_as_
     cluster: str,
 ) -> None:
     async def main() -> None:
-        place = Placement("orphan", heartbeat_s=0.2)
-        first = await RayEngine.start(CONFIG, OPTIONS, place)
+        group = await reserve("run-orphan", PLAN, incarnation=FIRST, timeout_s=60)
+        place = Placement("orphan", group=group, heartbeat_s=0.2)
+        first = await RayEngine.start(CONFIG, OPTIONS, place, incarnation=FIRST)
         await first.leave()
-        second = await RayEngine.start(CONFIG, OPTIONS, replace(place, orphan_timeout_s=1))
+        place = replace(place, orphan_timeout_s=1)
+        second = await RayEngine.start(CONFIG, OPTIONS, place, incarnation=FIRST)
         assert second.was_there
         pid = await second.pid()
         await asyncio.sleep(3)
         assert await second.pid() == pid
         await second.leave()
         async with asyncio.timeout(30):
-            await _until(lambda: _true(not Path(f"/proc/{pid}").exists()))
+            await _ended(pid)
+        assert states_of("perdure-run-orphan") == {"REMOVED"}
 
     run(main)
 
 
 async def _true(value: object) -> bool:
     return bool(value)
+
+
+async def _ended(pid: int) -> None:
+    await _until(lambda: _true(not Path(f"/proc/{pid}").exists()))
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once(cluster: str) -> None:
@@ -293,15 +310,85 @@ def states_of(name: str) -> set[str]:
 def test_places_are_kept_for_the_next_controller_and_refused_to_others(cluster: str) -> None:
     async def main() -> None:
         plan = PoolPlan(engines=4)
-        group = await reserve("run-a", plan, timeout_s=60)
-        assert (await reserve("run-a", plan, timeout_s=60)).id == group.id
+        group = await reserve("run-a", plan, incarnation=FIRST, timeout_s=60)
+        assert (await reserve("run-a", plan, incarnation=SECOND, timeout_s=60)).id == group.id
         with pytest.raises(ConfigError, match="no room for 5 CPUs"):
-            await reserve("run-b", plan, timeout_s=2)
+            await reserve("run-b", plan, incarnation=FIRST, timeout_s=2)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1):
-                await reserve("run-c", plan, timeout_s=60)
+                await reserve("run-c", plan, incarnation=FIRST, timeout_s=60)
         assert states_of("perdure-run-c") == {"REMOVED"}
-        give_back(group)
-        give_back(await reserve("run-b", plan, timeout_s=60))
+        give_back(group, incarnation=SECOND)
+        group = await reserve("run-b", plan, incarnation=FIRST, timeout_s=60)
+        give_back(group, incarnation=FIRST)
+
+    run(main)
+
+
+def test_places_of_a_higher_incarnation_are_neither_taken_nor_given_back(cluster: str) -> None:
+    async def main() -> None:
+        group = await reserve("run-d", PLAN, incarnation=SECOND, timeout_s=60)
+        for plan in (PLAN, PoolPlan(engines=1)):
+            with pytest.raises(FencedError, match="belong to incarnation 2"):
+                await reserve("run-d", plan, incarnation=FIRST, timeout_s=60)
+        give_back(group, incarnation=FIRST)
+        assert states_of("perdure-run-d") == {"CREATED"}
+        give_back(group, incarnation=SECOND)
+        assert states_of("perdure-run-d") == {"REMOVED"}
+
+    run(main)
+
+
+def test_an_engine_that_slept_past_its_time_leaves_the_places_to_who_has_them_now(
+    cluster: str,
+) -> None:
+    async def main() -> None:
+        group = await reserve("run-e", PLAN, incarnation=FIRST, timeout_s=60)
+        place = Placement("slept", group=group, heartbeat_s=0.2, orphan_timeout_s=3)
+        engine = await RayEngine.start(CONFIG, OPTIONS, place, incarnation=FIRST)
+        pid = await engine.pid()
+        os.kill(pid, signal.SIGSTOP)
+        await engine.leave()
+        await reserve("run-e", PLAN, incarnation=SECOND, timeout_s=60)
+        await asyncio.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        await _ended(pid)
+        assert states_of("perdure-run-e") == {"CREATED"}
+        give_back(group, incarnation=SECOND)
+
+    run(main)
+
+
+def test_an_engine_whose_maker_dies_before_it_answers_ends(cluster: str) -> None:
+    async def main() -> None:
+        place = Placement("unclaimed", orphan_timeout_s=3)
+        actor = new_actor(CONFIG, OPTIONS, place, FIRST)
+        pid = await actor.pid.remote()
+        await _ended(pid)
+
+    run(main)
+
+
+class HangingHost(EngineHost):
+    """One of whose calls never returns."""
+
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_an_engine_that_is_asked_to_end_does_whatever_it_is_doing(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "EngineHost", HangingHost)
+
+    async def main() -> None:
+        busy = await RayEngine.start(CONFIG, OPTIONS, Placement("busy"), has_run=lambda: False)
+        pid = await busy.pid()
+        host: Any = ray.get_actor("busy", namespace=NAMESPACE)
+        hanging = host.hang.remote()
+        await busy.close()
+        await _ended(pid)
+        with pytest.raises(RayActorError):
+            await hanging
 
     run(main)

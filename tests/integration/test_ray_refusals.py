@@ -18,14 +18,17 @@ from perdure.audit import audit_run
 from perdure.cli.main import app
 from perdure.config import load_config
 from perdure.core.errors import ConfigError, InfrastructureError
+from perdure.core.ids import IncarnationNumber
 from perdure.experience import read_experience
-from perdure.runtime.ray.cluster import PoolPlan, give_back, joined, reserve
+from perdure.runtime.ray.cluster import PoolPlan, joined
 from perdure.runtime.ray.head import answers
+from perdure.runtime.ray.places import give_back, reserve
 from perdure.storage import PosixStorage
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray"), *QUIET]
+FIRST = IncarnationNumber(1)
 FAST = ("rollout.process.heartbeat_s=0.2", "rollout.process.silence_timeout_s=2")
 
 
@@ -111,11 +114,11 @@ def test_places_that_others_hold_are_waited_for_and_then_named(
     others = PoolPlan(engines=7)
     overrides = ["runtime=ray", f"ray.address={ray_address}", "ray.place_timeout_s=2"]
     with joined(others, address=ray_address):
-        group = asyncio.run(reserve("others", others, timeout_s=60))
+        group = asyncio.run(reserve("others", others, incarnation=FIRST, timeout_s=60))
         with pytest.raises(ConfigError, match="no room for 2 CPUs") as refused:
             launch.train(load_config(RunConfig, RECIPE, overrides), tmp_path / "run")
         assert "ray status" in str(refused.value)
-        give_back(group)
+        give_back(group, incarnation=FIRST)
         launch.resume(tmp_path / "run", ["ray.place_timeout_s=60"])
     assert audit_run(tmp_path / "run").ok
 

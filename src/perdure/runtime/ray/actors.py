@@ -12,10 +12,12 @@ from perdure.core.errors import FencedError
 from perdure.models import ModelConfig
 from perdure.rollout import EngineOptions
 from perdure.runtime.parts import RuntimeParts
-from perdure.runtime.ray.cluster import PoolPlan, give_back, head_address, reserve
+from perdure.runtime.ray.cluster import PoolPlan, head_address
 from perdure.runtime.ray.head import answers, require_head, watch_head
 from perdure.runtime.ray.object_store import ObjectTransport
-from perdure.runtime.ray.ray_engine import Placement, RayEngine
+from perdure.runtime.ray.placement import Placement
+from perdure.runtime.ray.places import give_back, reserve
+from perdure.runtime.ray.ray_engine import RayEngine
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +128,21 @@ class EngineActors:
 
     async def close(self) -> None:
         """Give the places back, unless a higher incarnation may have taken the engines over."""
-        if self._group is None or not self._has_run():
+        if self._group is None:
             return
         # With the head, the places are gone as well.
         limit_s = self._settings.silence_timeout_s
-        if await asyncio.to_thread(answers, self._head, timeout_s=limit_s):
-            give_back(self._group)
+        there = await asyncio.to_thread(answers, self._head, timeout_s=limit_s)
+        if there and self._has_run():
+            give_back(self._group, incarnation=self._store.incarnation)
 
     async def _places(self) -> PlacementGroup:
         async with self._reserving:
             if self._group is None:
                 self._group = await reserve(
-                    self._run_id, self._plan, timeout_s=self._settings.place_timeout_s
+                    self._run_id,
+                    self._plan,
+                    incarnation=self._store.incarnation,
+                    timeout_s=self._settings.place_timeout_s,
                 )
             return self._group

@@ -1,8 +1,7 @@
-"""Joining a cluster and keeping a place in it for the learner and the engines of one run."""
+"""Joining a cluster that has room for the learner and the engines of one run."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -12,14 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
-from ray.util import get_placement_group, placement_group, remove_placement_group
-from ray.util.placement_group import PlacementGroup
 
 from perdure.core.errors import ConfigError
 from perdure.runtime.ray.head import answers
 
 NAMESPACE = "perdure"
-"""Of the names of actors."""
+"""Of the names of actors and of what the head keeps for us."""
 _ANSWER_TIMEOUT_S = 3.0
 
 
@@ -157,42 +154,3 @@ def _handlers_kept() -> Generator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-async def reserve(run_id: str, plan: PoolPlan, *, timeout_s: float) -> PlacementGroup:
-    """Keep the places of a run; those that an earlier controller of it has kept are taken over.
-
-    Raises:
-        ConfigError: Others hold so much of the cluster that there is no room in time.
-    """
-    name, made = f"perdure-{run_id}", False
-    try:
-        group = get_placement_group(name)
-        if [dict(bundle) for bundle in group.bundle_specs] != plan.bundles():
-            remove_placement_group(group)
-            raise ValueError(name)
-    except ValueError:
-        group, made = placement_group(plan.bundles(), name=name, lifetime="detached"), True
-    try:
-        async with asyncio.timeout(timeout_s):
-            await group.ready()
-    except TimeoutError:
-        remove_placement_group(group)
-        free = ray.available_resources()
-        raise ConfigError(
-            f"no room for {plan.cpus} CPUs within {timeout_s:g} s;"
-            f" free are {free.get('CPU', 0):g} CPUs",
-            where="ray runtime",
-            rule="learner and engines have places of their own",
-            way_out="end what holds the cluster (`ray status` shows it), or add nodes",
-        ) from None
-    except BaseException:
-        if made:
-            remove_placement_group(group)
-        raise
-    return group
-
-
-def give_back(group: PlacementGroup) -> None:
-    """The run is over: its places are free, and what runs in them ends."""
-    remove_placement_group(group)

@@ -7,18 +7,21 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
-from ray.util import get_current_placement_group, remove_placement_group
+from ray.actor import exit_actor
+from ray.util import get_current_placement_group
 
 from perdure.core.errors import FencedError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.core.rollout_api import (
-    NO_INCARNATION,
     GenerationChunk,
     GenerationRequest,
     WeightFile,
 )
 from perdure.models import ModelConfig, digest_weights
 from perdure.rollout import EmbeddedEngine, EngineOptions, compute_with
+from perdure.runtime.ray.places import give_back
+
+_END_TIMEOUT_S = 1.0
 
 
 class EngineHost:
@@ -26,17 +29,28 @@ class EngineHost:
 
     Args:
         threads: That it computes with.
+        incarnation: Of the controller that makes it.
+        orphan_timeout_s: It ends when no controller has called it for so long.
 
     Every call that changes anything says whose it is. Raises ``FencedError``: a higher incarnation
     has the engine.
     """
 
-    def __init__(self, model_config: ModelConfig, options: EngineOptions, *, threads: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        options: EngineOptions,
+        *,
+        threads: int,
+        incarnation: IncarnationNumber,
+        orphan_timeout_s: float,
+    ) -> None:
         compute_with(threads)
         self._engine = EmbeddedEngine(model_config, options)
-        self._owner = NO_INCARNATION
+        self._owner = incarnation
+        self._attached = False
         self._called = False
-        self._watch: asyncio.Task[None] | None = None
+        self._watch_for_calls(orphan_timeout_s)
 
     async def attach(self, incarnation: IncarnationNumber, orphan_timeout_s: float) -> bool:
         """A controller takes the engine over: what an earlier one has asked for ends.
@@ -46,20 +60,21 @@ class EngineHost:
         """
         self._require_owner(incarnation)
         self._owner = incarnation
-        was_there = self._watch is not None
-        if self._watch is not None:
-            self._watch.cancel()
-        watch = self._end_if_orphaned(orphan_timeout_s)
-        self._watch = asyncio.get_running_loop().create_task(watch)
+        was_there, self._attached = self._attached, True
+        self._watch.cancel()
+        self._watch_for_calls(orphan_timeout_s)
         await self._engine.abort()
         await self._engine.wake()
         await self._engine.resume()
         return was_there
 
     async def end(self, incarnation: IncarnationNumber) -> None:
-        """The process ends, without an answer."""
+        """The process ends, without an answer: as Ray wants it, or after a second anyhow."""
         self._require_owner(incarnation)
-        os._exit(0)
+        asyncio.get_running_loop().call_later(_END_TIMEOUT_S, os._exit, 0)
+        # Ray lets calls that run come to their end.
+        await self._engine.abort()
+        exit_actor()
 
     def _require_owner(self, incarnation: IncarnationNumber) -> None:
         if incarnation < self._owner:
@@ -128,6 +143,10 @@ class EngineHost:
             return None
         return await self._engine.load_weights(version, held, incarnation=incarnation)
 
+    def _watch_for_calls(self, timeout_s: float) -> None:
+        watch = self._end_if_orphaned(timeout_s)
+        self._watch = asyncio.get_running_loop().create_task(watch)
+
     async def _end_if_orphaned(self, timeout_s: float) -> None:
         """Runs until no controller has called for too long; then the process ends."""
         called = True
@@ -135,8 +154,9 @@ class EngineHost:
             self._called = False
             await asyncio.sleep(timeout_s)
             called = self._called
-        group = get_current_placement_group()
-        if group is not None:
-            # Its engines have all had the same controller.
-            remove_placement_group(group)
-        os._exit(0)
+        try:
+            if (group := get_current_placement_group()) is not None:
+                # Its engines have all had the same controller.
+                give_back(group, incarnation=self._owner)
+        finally:
+            os._exit(0)

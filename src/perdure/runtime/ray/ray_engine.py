@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ray
 from ray.exceptions import ActorAlreadyExistsError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from perdure.core.errors import EngineLostError, FencedError
 from perdure.core.ids import IncarnationNumber, PolicyVersion
@@ -30,39 +26,12 @@ from perdure.rollout import EngineOptions
 from perdure.rollout.embedded import NO_VERSION
 from perdure.rollout.silence import SilenceWatch
 from perdure.runtime.ray.cluster import NAMESPACE
-from perdure.runtime.ray.engine_actor import EngineHost
 from perdure.runtime.ray.object_store import stored_weights
+from perdure.runtime.ray.placement import Placement, kill_named, lost, new_actor
 
 _NAME_FREE_POLL_S = 0.1
 """Between two looks whether a dying actor has given its name up."""
 _END_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where an engine runs and how it is called there.
-
-    Attributes:
-        name: Of the actor; a later controller finds it by that.
-        group: Places kept for the run; None: anywhere.
-        bundle: Which of them.
-        cpus: Cores that the cluster keeps for it.
-        threads: That it computes with.
-        heartbeat_s: Between two signs of life.
-        silence_timeout_s: Without one for so long (and a tenth more) it is lost.
-        start_timeout_s: Longest wait for a place and for its start.
-        orphan_timeout_s: It ends when no controller has called it for so long.
-    """
-
-    name: str
-    group: PlacementGroup | None = None
-    bundle: int = 0
-    cpus: int = 1
-    threads: int = 1
-    heartbeat_s: float = 1.0
-    silence_timeout_s: float = 8.0
-    start_timeout_s: float = 60.0
-    orphan_timeout_s: float = 3600.0
 
 
 class RayEngine:
@@ -136,12 +105,12 @@ class RayEngine:
                 while engine is None:
                     engine = await cls._found(place, seen_here)
                     if engine is None:
-                        make = partial(_new_actor, model_config, options, place)
+                        make = partial(new_actor, model_config, options, place, incarnation)
                         engine = await cls._made(make, seen_here)
         except TimeoutError:
             if has_run():
-                _kill_named(place.name)
-            raise _lost(
+                kill_named(place.name)
+            raise lost(
                 place,
                 f"has not started for {place.start_timeout_s:g} s: it waits for {place.cpus} CPUs",
             ) from None
@@ -163,7 +132,7 @@ class RayEngine:
             await engine._attach()
         except asyncio.CancelledError:
             # Whoever answers nobody is not to keep its place.
-            ray.kill(engine._actor)
+            engine._kill()
             raise
         return engine
 
@@ -341,7 +310,7 @@ class RayEngine:
     def _lose(self, reason: str) -> EngineLostError:
         """The actor is dead, or as good as that: nothing of it is waited for any more."""
         if self._lost is None:
-            self._lost = _lost(self._place, reason)
+            self._lost = lost(self._place, reason)
             self._silence.stop()
             self._kill()
             self._end_calls(self._lost)
@@ -360,38 +329,5 @@ class RayEngine:
                 end.set_exception(error)
 
 
-def _new_actor(model_config: ModelConfig, options: EngineOptions, place: Placement) -> Any:
-    strategy = place.group and PlacementGroupSchedulingStrategy(
-        place.group, placement_group_bundle_index=place.bundle
-    )
-    return (
-        ray.remote(EngineHost)
-        .options(
-            name=place.name,
-            namespace=NAMESPACE,
-            scheduling_strategy=strategy or "DEFAULT",
-            lifetime="detached",
-            num_cpus=place.cpus,
-            max_restarts=0,
-            max_concurrency=options.slots * 4 + 16,
-        )
-        .remote(model_config, options, threads=place.threads)
-    )
-
-
-def _kill_named(name: str) -> None:
-    with suppress(ValueError):
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-
-
 def _first_line(error: RayError) -> str:
     return f"failed in Ray: {next(iter(str(error).splitlines()), type(error).__name__)}"
-
-
-def _lost(place: Placement, reason: str) -> EngineLostError:
-    return EngineLostError(
-        f"engine actor {place.name} {reason}",
-        where="rollout engine",
-        rule="a lost engine's requests go on elsewhere",
-        way_out="see `ray status` and the logs of the node it ran on",
-    )
