@@ -90,9 +90,15 @@ def test_doctor_says_whether_the_head_answers(
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     assert f"the head at {ray_address} answers" in doctor(tmp_path, code=0)
-    for address in (f"127.0.0.1:{silent_port}", "auto"):
+    for address, wrong in (
+        (f"127.0.0.1:{silent_port}", "nobody answers at"),
+        ("auto", "no cluster can be joined at"),
+    ):
         monkeypatch.setenv("RAY_ADDRESS", address)
-        assert f"the head at {address} does not answer" in doctor(tmp_path, code=7)
+        said = doctor(tmp_path, code=7)
+        assert f"{wrong} {address}" in said
+        for way_out in ("`ray start --head`", "unset RAY_ADDRESS", "ray.address"):
+            assert way_out in said
     monkeypatch.delenv("RAY_ADDRESS")
     assert "RAY_ADDRESS is not set" in doctor(tmp_path, code=0)
 

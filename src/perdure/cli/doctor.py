@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.output import JsonOption, print_json
-from perdure.core.errors import DamagedError, NothingToResumeError, StorageError
+from perdure.core.errors import ConfigError, DamagedError, NothingToResumeError, StorageError
 
 if TYPE_CHECKING:
     from perdure.checkpoint import Manifest
@@ -71,7 +71,7 @@ def doctor(
     findings += _needs(directory, there, state_gib=state_gib, arenas=arenas, keep=keep)
     findings += _machine()
     findings += _remote(remote)
-    findings += _cluster(os.environ.get("RAY_ADDRESS"))
+    findings += _cluster()
     failed = [finding for finding in findings if finding.grade == "failed"]
     if json:
         rows = [asdict(finding) for finding in findings]
@@ -86,7 +86,8 @@ def doctor(
             f" {', '.join(finding.name for finding in failed)}",
             where=str(there),
             rule="a run keeps its promises only where these hold",
-            way_out="use another disk or directory, a smaller model, or other rights for the store",
+            way_out="what each of them says; for the disk and the store, another place, a smaller"
+            " model, or other rights",
         )
 
 
@@ -100,21 +101,32 @@ def _remote(url: str | None) -> list[Finding]:
     return probe_objects(open_objects(url), clock=SystemClock())
 
 
-def _cluster(address: str | None) -> Iterator[Finding]:
+def _cluster() -> Iterator[Finding]:
     """Whether the head answers that runs with ``runtime: ray`` would join."""
     from perdure.storage.probe import Finding
+    from perdure.trainers.ray_config import RAY_ADDRESS, RayConfig
 
     if _version("ray") is None:
         return
+    try:
+        address = RayConfig().head()
+    except ConfigError as error:
+        yield Finding("ray", "failed", str(error))
+        return
     if address is None:
-        text = "RAY_ADDRESS is not set: runtime=ray takes ray.address, or a cluster of its own"
+        text = f"{RAY_ADDRESS} is not set: runtime=ray takes ray.address, or a cluster of its own"
         yield Finding("ray", "ok", text)
         return
     from perdure.runtime.ray.head import answers
 
-    there = answers(address, timeout_s=CLUSTER_TIMEOUT_S)
-    text = f"the head at {address} {'answers' if there else 'does not answer'}"
-    yield Finding("ray", "ok" if there else "failed", text)
+    if answers(address, timeout_s=CLUSTER_TIMEOUT_S):
+        yield Finding("ray", "ok", f"the head at {address} answers")
+        return
+    text = (
+        f"nobody answers at {address}, which {RAY_ADDRESS} names: start a head with"
+        f" `ray start --head`, unset {RAY_ADDRESS}, or have recipes say ray.address=HOST:PORT"
+    )
+    yield Finding("ray", "failed", text)
 
 
 def _nearest(directory: Path) -> Path:
