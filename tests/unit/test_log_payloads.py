@@ -37,7 +37,7 @@ from perdure.experience.format import (
     record_body,
     stamp_record,
 )
-from perdure.experience.payloads import PayloadReader
+from perdure.experience.payloads import PayloadReader, require_encodable
 from perdure.storage import MemoryStorage, PosixStorage
 
 STAMP = Stamp(incarnation=3, last_of_batch=True, lsn=9, durable_upto=128, other_durable_lsn=4)
@@ -218,4 +218,4 @@ def test_log_trajectory_of_another_byte_order_is_turned_round() -> None:
 def test_log_trajectory_of_another_type_is_refused() -> None:
     wide = dataclasses.replace(trajectory(7), prompt_ids_P=np.arange(3, dtype=np.int64))
     with pytest.raises(TypeError, match="int64"):
-        payload_with([trajectory(6), wide])
+        require_encodable(wide)

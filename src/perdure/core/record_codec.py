@@ -19,10 +19,9 @@ from perdure.core.ids import (
     SessionId,
     UpdateId,
 )
-from perdure.core.record_types import RecordType
 from perdure.core.records import ControlRecord
 
-_CLASSES: dict[RecordType, type[Any]] = {cls.type: cls for cls in typing.get_args(ControlRecord)}
+_CLASSES: dict[int, type[Any]] = {cls.type: cls for cls in typing.get_args(ControlRecord)}
 _Convert = Callable[[Any], Any]
 _MEMBER_VALUE = operator.attrgetter("_value_")
 """``value`` of an enumeration's member, without the descriptor that makes it slow."""
@@ -43,7 +42,7 @@ def record_from_fields(type_number: int, fields: dict[str, Any]) -> ControlRecor
         ValueError: The type is unknown or a field is missing or of the wrong shape.
     """
     try:
-        cls = _CLASSES[RecordType(type_number)]
+        cls = _CLASSES[type_number]
         return cls(
             **{
                 name: fields[name] if decode is None else decode(fields[name])

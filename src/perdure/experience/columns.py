@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ MAX_NUMBER = 2**62
 IDS = np.dtype("<i4")
 LOGPROBS = np.dtype("<f4")
 MASK = np.dtype("|u1")
+_PROMPT_BYTES = IDS.itemsize
+_RESPONSE_BYTES = IDS.itemsize + LOGPROBS.itemsize + MASK.itemsize
+"""Of all arrays, for each token."""
 _FEW = 2**27
 """So many tokens certainly fit into a record."""
 _FIELDS = ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons")
@@ -26,7 +30,10 @@ _TEXT_OF = {reason: reason.value for reason in StopReason}
 
 
 class TrajectoryColumns(NamedTuple):
-    """A record with a row for each trajectory: its fields by row, its arrays in pieces."""
+    """A record with a row for each trajectory: its fields by row, its arrays in pieces.
+
+    The arrays are of the types of the format, in its byte order.
+    """
 
     fields: Mapping[str, Sequence[Any]]
     arrays: Mapping[str, Sequence[Array]]
@@ -47,7 +54,8 @@ class LooseTrajectories:
         self.rows = rows
         self.columns = columns
         fields = columns.fields
-        self.nbytes = _nbytes(sum(fields["prompt_tokens"]), sum(fields["response_tokens"]))
+        prompt, response = sum(fields["prompt_tokens"]), sum(fields["response_tokens"])
+        self.nbytes = _PROMPT_BYTES * prompt + _RESPONSE_BYTES * response
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -63,13 +71,13 @@ class LooseTrajectories:
         return LooseTrajectories(self.rows[rows], columns)
 
 
-def row_bytes(fields: Mapping[str, Sequence[Any]]) -> list[int]:
-    """Bytes of the arrays of each row."""
-    return list(map(_nbytes, fields["prompt_tokens"], fields["response_tokens"]))
-
-
-def _nbytes(prompt: int, response: int) -> int:
-    return IDS.itemsize * prompt + (IDS.itemsize + LOGPROBS.itemsize + MASK.itemsize) * response
+def row_ends(fields: Mapping[str, Sequence[int]]) -> list[int]:
+    """Bytes of the arrays of each row and all before it."""
+    prompts, responses = accumulate(fields["prompt_tokens"]), accumulate(fields["response_tokens"])
+    return [
+        _PROMPT_BYTES * prompt + _RESPONSE_BYTES * response
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
 
 
 def joined_columns(columns: Sequence[TrajectoryColumns]) -> TrajectoryColumns:
@@ -107,7 +115,20 @@ def checked_columns(trajectories: Sequence[Trajectory]) -> tuple[TrajectoryColum
         )
         row = (group, index), len(prompt), length, spans, _TEXT_OF[one.stop_reason]
         rows.append((*row, prompt, response, logprobs, mask))
-    return _columns(rows), well
+    columns = _columns(rows)
+    return (columns if well else _in_format(columns)), well
+
+
+def _in_format(columns: TrajectoryColumns) -> TrajectoryColumns:
+    """The same with arrays in the byte order of the format; those of other types stay."""
+    arrays = {
+        name: [
+            array.astype(dtype) if np.can_cast(array.dtype, dtype, "equiv") else array
+            for array in columns.arrays[name]
+        ]
+        for name, dtype in zip(_ARRAYS, _TYPES, strict=True)
+    }
+    return columns._replace(arrays=arrays)
 
 
 def _columns(rows: Sequence[tuple[Any, ...]]) -> TrajectoryColumns:

@@ -15,9 +15,10 @@ from perdure.core.ids import LogPosition, PayloadRef
 from perdure.core.record_codec import record_fields
 from perdure.core.records import ControlRecord
 from perdure.experience.columns import LooseTrajectories, joined_columns, joined_lists
-from perdure.experience.format import prepare_record, prepare_referring_record
+from perdure.experience.format import Record, prepare_record, prepare_referring_record
 from perdure.experience.packed import PackedTrajectories
 from perdure.experience.payloads import Payload, columns_payload
+from perdure.experience.record_memory import RecordMemory
 
 MAX_SESSIONS = 1024
 """Sessions in one record, at most."""
@@ -66,7 +67,7 @@ class Records(NamedTuple):
     """A control record, a payload record or both, as bytes, all but their place."""
 
     control: bytearray | None
-    payload: bytearray | None
+    payload: Record | None
 
 
 class PackedEntries(NamedTuple):
@@ -101,38 +102,39 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
     return PreparedEntry(entry, key, size, Records(record, payload.record))
 
 
-def pack_entries(items: Sequence[PreparedEntry]) -> list[PackedEntries]:
+def pack_entries(items: Sequence[PreparedEntry], memory: RecordMemory) -> list[PackedEntries]:
     """Entries as records in their order, sessions of neighbours together.
 
     What settles groups does not part neighbours: it stays behind the sessions in front of it.
+    Trajectories are copied into ``memory``.
     """
     packed: list[PackedEntries] = []
     some: list[Entry] = []
     rows = size = place = 0
+
+    def close() -> None:
+        """Insert the sessions as one pair of records."""
+        nonlocal some
+        if some:
+            packed.insert(place, PackedEntries(some, _encode_sessions(some, memory)))
+            some = []
+
     for item in items:
         if item.records is not None:
             if not isinstance(item.entry.control, GroupSettled):
-                _close(packed, some, place)
-                some = []
+                close()
             packed.append(PackedEntries((item.entry,), item.records))
             continue
         more = len(_trajectories(item.entry))
         if some and (rows + more > MAX_SESSIONS or size + item.size > MAX_BYTES):
-            _close(packed, some, place)
-            some = []
+            close()
         if not some:
             rows, size, place = 0, 0, len(packed)
         some.append(item.entry)
         rows += more
         size += item.size
-    _close(packed, some, place)
+    close()
     return packed
-
-
-def _close(packed: list[PackedEntries], entries: list[Entry], place: int) -> None:
-    """Insert the sessions of entries as one pair of records."""
-    if entries:
-        packed.insert(place, PackedEntries(entries, _encode_sessions(entries)))
 
 
 def _prepare_sessions(entry: Entry, control: ControlRecord) -> PreparedEntry:
@@ -147,7 +149,7 @@ def _trajectories(entry: Entry) -> LooseTrajectories | PackedTrajectories:
     return entry.trajectories
 
 
-def _encode_sessions(entries: Sequence[Entry]) -> Records:
+def _encode_sessions(entries: Sequence[Entry], memory: RecordMemory) -> Records:
     """One record of all rows, and its payload."""
     controls: list[SessionsDone] = []
     rows = 0
@@ -162,7 +164,7 @@ def _encode_sessions(entries: Sequence[Entry]) -> Records:
         key=controls[0].key(),
         fields=_sessions_done_fields(controls, columns.fields),
     )
-    return Records(control, columns_payload(columns).record)
+    return Records(control, columns_payload(columns, memory).record)
 
 
 def _sessions_done_fields(

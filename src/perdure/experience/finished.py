@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from perdure.experience import entries
 from perdure.experience.columns import (
     LooseTrajectories,
     checked_columns,
-    row_bytes,
+    row_ends,
 )
 from perdure.experience.entries import Entry
 from perdure.experience.format import joined
@@ -120,20 +121,20 @@ def session_entries(sessions: PackedSessions[LooseTrajectories]) -> list[Entry]:
     record, rows = sessions
     if len(rows) <= entries.MAX_SESSIONS and rows.nbytes <= entries.MAX_BYTES:
         return [Entry(record, trajectories=rows)]
-    portions = _portions(row_bytes(rows.columns.fields))
+    portions = _portions(rows.columns.fields)
     return [Entry(record.part(some), trajectories=rows.part(some)) for some in portions]
 
 
-def _portions(sizes: Sequence[int]) -> Iterator[slice]:
+def _portions(fields: Mapping[str, Sequence[int]]) -> Iterator[slice]:
     """Rows that a record can hold, neighbours together."""
-    start = size = 0
-    for row, more in enumerate(sizes):
-        full = size + more > entries.MAX_BYTES or row - start == entries.MAX_SESSIONS
-        if full and row > start:
-            yield slice(start, row)
-            start, size = row, 0
-        size += more
-    yield slice(start, len(sizes))
+    ends = row_ends(fields)
+    start = before = 0
+    while start < len(ends):
+        # At least one row, however large it is.
+        fitting = bisect_right(ends, before + entries.MAX_BYTES, start + 1)
+        end = min(fitting, start + entries.MAX_SESSIONS)
+        yield slice(start, end)
+        start, before = end, ends[end - 1]
 
 
 def _pack(

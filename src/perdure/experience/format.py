@@ -32,13 +32,15 @@ LAST_OF_BATCH = 1
 _HEADER = struct.Struct("<4sHHIIIIQQQQQ")
 _HEAD = struct.Struct("<4sHHII")
 _KEY_HASH = struct.Struct("<Q")
-_KEY_HASH_AT = 48
 _STAMP = struct.Struct("<IIQQQ")
 _STAMP_AT = 16
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = 56
 _NO_CHECKSUM = bytes(8)
+_NO_STAMP = bytes(32)
 _ZEROS = bytes(ALIGNMENT)
+_SMALL_BYTES = 2**12
+"""To copy a record up to this size takes less time than to hash it in pieces."""
 _EXTENT = struct.Struct(">BIBI")
 _REFERENCE = struct.Struct(">BBIBIBQBQBQ")
 _NO_REFERENCE = bytes(_REFERENCE.size)
@@ -47,7 +49,17 @@ _ARRAY_OF_5 = b"\x95"
 _IS_LITTLE = sys.byteorder == "little"
 _UINT32_MAX = _MAX_BYTES = 2**32 - 1
 
+Record = bytearray | memoryview
+"""A record that is prepared; its stamp is still to be written."""
+
 _KNOWN_TYPES = frozenset(int(number) for number in RecordType)
+
+
+def record_length(pieces: Sequence[bytes | Array]) -> int:
+    """Bytes of a record, as the header in its first piece says."""
+    head = pieces[0]
+    assert isinstance(head, bytes)
+    return int.from_bytes(head[8:12], "little") * ALIGNMENT
 
 
 class RecordHeader(NamedTuple):
@@ -97,15 +109,18 @@ def prepare_record(
         ValueError: The record would take 4 GiB or more.
     """
     if arrays is None:
-        return _join(record_type, key, _pack(fields), [])
+        return joined(_pieces(record_type, key, _pack(fields), []))
     laid = [_lay_out(name, pieces) for name, pieces in arrays.items()]
+    return joined(record_pieces(record_type, key=key, fields=fields, arrays=laid))
+
+
+def record_pieces(
+    record_type: int, *, key: str, fields: Mapping[str, object], arrays: Sequence[LaidOut]
+) -> list[bytes | Array]:
+    """What :func:`prepare_record` joins, nothing copied; raises what it raises."""
     open_fields = _pack({**fields, "arrays": None})[:-1]
-    packed = open_fields + _list_arrays(laid, len(open_fields))
-    pieces: list[bytes | Array] = []
-    for array in laid:
-        pieces += array.pieces
-        pieces.append(padding(array.size))
-    return _join(record_type, key, packed, pieces)
+    packed = open_fields + _list_arrays(arrays, len(open_fields))
+    return _pieces(record_type, key, packed, arrays)
 
 
 def prepare_referring_record(
@@ -117,10 +132,10 @@ def prepare_referring_record(
     """
     del fields["payload"]
     fields["payload"] = None
-    return _join(record_type, key, _pack(fields)[:-1] + _NO_REFERENCE, [])
+    return joined(_pieces(record_type, key, _pack(fields)[:-1] + _NO_REFERENCE, []))
 
 
-def set_reference(record: bytearray, ref: PayloadRef) -> None:
+def set_reference(record: Record, ref: PayloadRef) -> None:
     """Fill in the reference of a record whose last field is ``payload``.
 
     :func:`prepare_referring_record` left room for it.
@@ -143,7 +158,7 @@ def set_reference(record: bytearray, ref: PayloadRef) -> None:
     )
 
 
-def stamp_record(record: bytearray, stamp: Stamp) -> int:
+def stamp_record(record: Record, stamp: Stamp) -> int:
     """Write the stamp and the checksum into a prepared record; return the checksum."""
     _STAMP.pack_into(record, _STAMP_AT, *stamp)
     _CHECKSUM.pack_into(record, _CHECKSUM_AT, 0)
@@ -165,7 +180,7 @@ def decode_header(view: memoryview, offset: int) -> RecordHeader | None:
         return None
     if HEADER_BYTES + values[4] > length:
         return None
-    return RecordHeader(values[2], length, *values[4:])
+    return RecordHeader._make((values[2], length, *values[4:]))
 
 
 def parse_record(view: memoryview, offset: int, *, where: str) -> RecordHeader | None:
@@ -191,6 +206,10 @@ def parse_record(view: memoryview, offset: int, *, where: str) -> RecordHeader |
 
 def checksum_holds(view: memoryview, offset: int, header: RecordHeader) -> bool:
     """Whether the bytes of the record have the checksum in its header."""
+    if header.length <= _SMALL_BYTES:
+        copy = bytearray(view[offset : offset + header.length])
+        _CHECKSUM.pack_into(copy, _CHECKSUM_AT, 0)
+        return xxhash.xxh3_64_intdigest(copy) == header.checksum
     state = xxhash.xxh3_64(view[offset : offset + _CHECKSUM_AT])
     state.update(_NO_CHECKSUM)
     state.update(view[offset + HEADER_BYTES : offset + header.length])
@@ -223,13 +242,19 @@ def record_arrays(view: memoryview, offset: int, fields: Mapping[str, Any]) -> d
     return arrays
 
 
-def _join(record_type: int, key: str, packed: bytes, arrays: Sequence[bytes | Array]) -> bytearray:
-    record = joined((_ZEROS, packed, padding(len(packed)), *arrays))
-    _HEAD.pack_into(
-        record, 0, MAGIC, FORMAT_VERSION, record_type, len(record) // ALIGNMENT, len(packed)
-    )
-    _KEY_HASH.pack_into(record, _KEY_HASH_AT, xxhash.xxh3_64_intdigest(key.encode()))
-    return record
+def _pieces(
+    record_type: int, key: str, packed: bytes, arrays: Sequence[LaidOut]
+) -> list[bytes | Array]:
+    """Header without a stamp, fields, arrays, each with the zeros behind it."""
+    size = _aligned(HEADER_BYTES + len(packed)) + sum([_aligned(array.size) for array in arrays])
+    head = _HEAD.pack(MAGIC, FORMAT_VERSION, record_type, size // ALIGNMENT, len(packed))
+    key_hash = _KEY_HASH.pack(xxhash.xxh3_64_intdigest(key.encode()))
+    pieces: list[bytes | Array] = [head + _NO_STAMP + key_hash + _NO_CHECKSUM + packed]
+    pieces.append(padding(len(packed)))
+    for array in arrays:
+        pieces += array.pieces
+        pieces.append(padding(array.size))
+    return pieces
 
 
 def joined(pieces: Sequence[bytes | Array]) -> bytearray:
@@ -240,8 +265,12 @@ def joined(pieces: Sequence[bytes | Array]) -> bytearray:
         return bytearray().join(buffers)
     except TypeError:
         # To look beforehand at whether every piece is contiguous would take longer than to copy it.
-        plain = [p if isinstance(p, bytes) else np.ascontiguousarray(p) for p in pieces]
-        return bytearray().join(cast("Sequence[bytes]", plain))
+        return bytearray().join(cast("Sequence[bytes]", contiguous(pieces)))
+
+
+def contiguous(pieces: Sequence[bytes | Array]) -> list[bytes | Array]:
+    """The same bytes, the arrays that have gaps copied."""
+    return [p if isinstance(p, bytes) else np.ascontiguousarray(p) for p in pieces]
 
 
 def padding(length: int) -> bytes:
@@ -249,7 +278,7 @@ def padding(length: int) -> bytes:
     return _ZEROS[: -length % ALIGNMENT]
 
 
-class _LaidOut(NamedTuple):
+class LaidOut(NamedTuple):
     """An array to be written: what the listing says of it, its bytes, and their number."""
 
     listed: bytes
@@ -257,7 +286,7 @@ class _LaidOut(NamedTuple):
     size: int
 
 
-def _lay_out(name: str, pieces: Sequence[Array]) -> _LaidOut:
+def _lay_out(name: str, pieces: Sequence[Array]) -> LaidOut:
     first = pieces[0]
     dtype = _little_endian(first.dtype)
     if [piece.dtype for piece in pieces].count(dtype) < len(pieces):
@@ -265,8 +294,15 @@ def _lay_out(name: str, pieces: Sequence[Array]) -> _LaidOut:
     shape = first.shape
     if len(pieces) > 1:
         shape = (sum(map(len, pieces)), *shape[1:])
+    return laid_out(name, dtype, shape, pieces=pieces)
+
+
+def laid_out(
+    name: str, dtype: np.dtype[Any], shape: tuple[int, ...], *, pieces: Sequence[Array]
+) -> LaidOut:
+    """An array whose pieces, little-endian and of this dtype, have this shape together."""
     listed = _ARRAY_OF_5 + _pack([name, dtype.str, shape])[1:]
-    return _LaidOut(listed, pieces, math.prod(shape) * dtype.itemsize)
+    return LaidOut(listed, pieces, math.prod(shape) * dtype.itemsize)
 
 
 def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -274,7 +310,7 @@ def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.isnative and _IS_LITTLE else dtype.newbyteorder("<")
 
 
-def _list_arrays(arrays: Sequence[_LaidOut], open_length: int) -> bytes:
+def _list_arrays(arrays: Sequence[LaidOut], open_length: int) -> bytes:
     """The value of the field ``arrays``, packed, behind ``open_length`` bytes of other fields."""
     # The offsets depend on the length of the fields that list them: they get a fixed width.
     head = _pack([None] * len(arrays))[: -len(arrays) or None]

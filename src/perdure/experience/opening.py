@@ -193,12 +193,18 @@ def _read(storage: Storage, head: IncarnationNumber) -> tuple[LineageLog, Experi
 
 @contextlib.contextmanager
 def _collector_paused() -> Generator[None]:
-    """Reading a log makes a lot of objects that stay; looking at them for garbage takes as long."""
+    """Reading a log makes a lot of objects that stay; looking at them for garbage takes as long.
+
+    Afterwards they count as old: they are looked at when all objects are, not at once.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:
+            gc.freeze()
+            gc.unfreeze()
         if was_on:
             gc.enable()
 

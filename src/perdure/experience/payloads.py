@@ -15,7 +15,15 @@ from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
 from perdure.experience.columns import IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
-from perdure.experience.format import parse_record, prepare_record, record_arrays, record_body
+from perdure.experience.format import (
+    Record,
+    laid_out,
+    parse_record,
+    record_arrays,
+    record_body,
+    record_pieces,
+)
+from perdure.experience.record_memory import RecordMemory
 from perdure.experience.scan import map_segment
 from perdure.experience.segments import SegmentName, damage
 
@@ -28,7 +36,7 @@ class Payload(NamedTuple):
     """A payload record as bytes, all but its place; ``key`` is its idempotency key."""
 
     key: str
-    record: bytearray
+    record: Record
 
 
 def require_encodable(trajectory: Trajectory) -> None:
@@ -90,14 +98,20 @@ def numbers_of(segments: Iterable[Segment]) -> Iterator[int]:
         yield from (segment.version, segment.start, segment.end)
 
 
-def columns_payload(columns: TrajectoryColumns) -> Payload:
-    """The payload record of these rows. The arrays are copied."""
+def columns_payload(columns: TrajectoryColumns, memory: RecordMemory) -> Payload:
+    """The payload record of these rows. The arrays are copied, into ``memory``."""
     fields, arrays = columns
     group, index = fields["sessions"][0]
     key = f"trajectories/{SessionId(group, index).key()}"
-    return Payload(
-        key, prepare_record(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=arrays)
-    )
+    prompts, responses = (sum(fields["prompt_tokens"]),), (sum(fields["response_tokens"]),)
+    laid = [
+        laid_out("prompt_ids", IDS, prompts, pieces=arrays["prompt_ids"]),
+        laid_out("response_ids", IDS, responses, pieces=arrays["response_ids"]),
+        laid_out("logprobs", LOGPROBS, responses, pieces=arrays["logprobs"]),
+        laid_out("loss_mask", MASK, responses, pieces=arrays["loss_mask"]),
+    ]
+    pieces = record_pieces(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=laid)
+    return Payload(key, memory.joined(pieces))
 
 
 def trajectory_in_row(

@@ -88,7 +88,8 @@ def scan_segment(view: memoryview, name: SegmentName) -> SegmentScan:
     records: list[tuple[int, RecordHeader]] = []
     batch: list[tuple[int, RecordHeader]] = []
     offset = end = watermark = other_durable = 0
-    while (header := parse_record(view, offset, where=name.path)) is not None:
+    where = name.path
+    while (header := parse_record(view, offset, where=where)) is not None:
         watermark = max(watermark, header.durable_upto)
         other_durable = max(other_durable, header.other_durable_lsn)
         batch.append((offset, header))

@@ -14,7 +14,7 @@ from perdure.core.record_codec import record_fields
 from perdure.core.record_types import Stream
 from perdure.core.records import SegmentOpened
 from perdure.core.storage_api import AppendFile, Storage
-from perdure.experience.format import Stamp, prepare_record, stamp_record
+from perdure.experience.format import Record, Stamp, prepare_record, stamp_record
 from perdure.experience.scan import Span
 from perdure.experience.segments import SegmentName
 
@@ -67,7 +67,7 @@ class StreamWriter:
         self.durable_records = 0
         self.spans: list[Span] = []
 
-    def write(self, records: Sequence[bytearray], *, other_durable: int) -> WrittenBatch:
+    def write(self, records: Sequence[Record], *, other_durable: int) -> WrittenBatch:
         """Stamp the records and append them as one batch, in a new segment if this one is full.
 
         Raises:

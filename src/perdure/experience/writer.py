@@ -25,6 +25,7 @@ from perdure.experience.entries import (
     pack_entries,
     prepare_entry,
 )
+from perdure.experience.record_memory import RecordMemory
 
 _IDLE_S = 0.5
 
@@ -92,6 +93,7 @@ class LogWriter:
         self._committer = Committer(
             storage, claim=claim, clock=clock, faults=faults, events=events, limits=limits
         )
+        self._memory = RecordMemory()
         self._incarnation = claim.incarnation
         self._position = LogPosition(claim.incarnation, 0, 0)
         self._lock = threading.Lock()
@@ -294,8 +296,9 @@ class LogWriter:
                 return False
             batch = self._committing = self._waiting.popleft()
         try:
-            packed = pack_entries(batch.entries)
+            packed = pack_entries(batch.entries, self._memory)
             self._committer.commit(packed)
+            self._memory.take_back()
             self._acknowledge(batch, packed)
         except BaseException as error:
             self._fail(batch, error)
