@@ -39,6 +39,8 @@ POINTS = {
 """And about how often a run that nothing happens to passes them; a recovery, the last ones."""
 BUSY = ("session_finished", "log_acknowledged", "batch_taken", "weights_published")
 """Where engines are killed."""
+ONLY_RESUMED = frozenset({"restore_done", "redo_step", "redo_done"})
+"""Points that a recovery alone passes."""
 
 
 def strike(rng: random.Random, points: Sequence[str]) -> dict[str, object]:

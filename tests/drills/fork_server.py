@@ -12,9 +12,10 @@ hits], "engines_under": process id or null}``. When a child stops itself (a
 fault rule with action ``stop``), the other command is run to its end, and then the child is
 continued. As a launcher of several ranks would, ``torn_down_after_s`` after the first child has
 ended badly this one is killed. With ``count_calls`` sessions call tools (see ``calling_loop``).
-``kill_engines`` says when one of the run's engine processes is killed; the run goes on then. They
+``kill_engines`` says when one of the run's engine processes is killed (see ``engine_kills``). They
 descend from the child, or from ``engines_under``.
-Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``.
+Answer: ``{"status": exit code or -signal, "log": text, "when_stopped": answer or null}``. A child
+that takes longer than ``DEADLINE_S`` is aborted, not killed: nobody takes it for a strike.
 """
 
 from __future__ import annotations
@@ -100,17 +101,20 @@ def wait(children: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
             elif child not in killed and is_due(children[child], elapsed_s, ended_badly_s):
                 os.kill(child, signal.SIGKILL)
                 killed.add(child)
+            elif elapsed_s > DEADLINE_S:
+                os.kill(child, signal.SIGABRT)
+                os.kill(child, signal.SIGCONT)
         time.sleep(0.001)
     return answers
 
 
 def is_due(command: dict[str, Any], elapsed_s: float, ended_badly_s: float | None) -> bool:
-    """Whether the child is to be killed now, or has run too long."""
+    """Whether the child is to be killed now."""
     kill_after_s = command["kill_after_s"]
     torn_down_after_s = command["torn_down_after_s"]
     if ended_badly_s is not None and torn_down_after_s is not None:
         kill_after_s = ended_badly_s + torn_down_after_s
-    return elapsed_s > DEADLINE_S or (kill_after_s is not None and elapsed_s >= kill_after_s)
+    return kill_after_s is not None and elapsed_s >= kill_after_s
 
 
 def run_child(command: dict[str, Any]) -> None:
@@ -123,6 +127,7 @@ def run_child(command: dict[str, Any]) -> None:
     engine_kills.install(
         plan,
         command["kill_engines"],
+        run=Path(command["run"]),
         under=command["engines_under"],
         said=Path(command["log"]),
     )
