@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from mischief import GARBLED, LATE, SERVES_AFTER_LATE, SLOW, Witness
 
 from perdure.core.components import Checkpointable, ComponentState
 from perdure.core.errors import EngineLostError
@@ -34,8 +35,10 @@ from perdure.core.rollout_api import (
 from perdure.core.trajectories import RewardedGroup
 from perdure.learner.api import Example, LocalUpdateResult
 from perdure.models import digest_weights
+from perdure.publish import PublicationOptions
 
 SLOTS = 12
+ACKNOWLEDGE_TIMEOUT_S = PublicationOptions().acknowledge_timeout_s
 
 
 def token_of(key: Sequence[int], place: int, version: int) -> int:
@@ -79,9 +82,21 @@ class _Live:
 
 
 class FakeEngine:
-    """A rollout engine of the simulation; tokens cost virtual time."""
+    """A rollout engine of the simulation; tokens cost virtual time.
 
-    def __init__(self, traits: EngineTraits, max_tokens: int) -> None:
+    Args:
+        witness: Is told of what befalls the engine, and of requests that it should not get.
+        on_late: Called when it is about to acknowledge after the deadline.
+    """
+
+    def __init__(
+        self,
+        traits: EngineTraits,
+        max_tokens: int,
+        *,
+        witness: Witness | None = None,
+        on_late: Callable[[FakeEngine], None] | None = None,
+    ) -> None:
         self.traits = traits
         self.version = PolicyVersion(-1)
         self.undelivered_tokens = 0
@@ -91,7 +106,9 @@ class FakeEngine:
         self._live: dict[str, _Live] = {}
         self._busy = 0
         self._paused = False
-        self._has_weights = False
+        self._witness = witness or Witness()
+        self._on_late = on_late
+        self._has_weights = self._was_late = False
         self._listeners: list[LossListener] = []
         self._highest = NO_INCARNATION
 
@@ -118,6 +135,11 @@ class FakeEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GenerationChunk]:
         await self._answering()
+        self._witness.require(
+            self._has_weights, f"{request.request_id} came to an engine that held no weights"
+        )
+        if self._was_late:
+            self._witness.seen[SERVES_AFTER_LATE] += 1
         live = self._live[request.request_id] = _Live()
         try:
             while (self._paused or self._busy >= self.traits.slots) and not live.aborted:
@@ -140,6 +162,8 @@ class FakeEngine:
         traits = self.traits
         length = min(traits.length(request.random_key), request.sampling.max_new_tokens)
         pace = traits.pace(request.random_key)
+        if pace > 1:
+            self._witness.seen[SLOW] += 1
         place = len(request.prefix_ids)
         length = max(length, place)  # what tools say may be longer
         before_s = traits.prefill_s
@@ -201,13 +225,21 @@ class FakeEngine:
         await self._answering()
         assert incarnation >= self._highest, "a zombie has published"
         self._highest = incarnation
-        await asyncio.sleep(self.traits.load_s())
+        self._has_weights = False
+        load_s = self.traits.load_s()
+        await asyncio.sleep(load_s)
         await self._answering()
-        self._has_weights = True
         self.version = version
         if self.traits.wrong_digests:
             self.traits.wrong_digests -= 1
+            self._witness.seen[GARBLED] += 1
             return "garbled"
+        self._has_weights = True
+        self._was_late = load_s > ACKNOWLEDGE_TIMEOUT_S
+        if self._was_late:
+            self._witness.seen[LATE] += 1
+            if self._on_late is not None:
+                self._on_late(self)
         assert not isinstance(weights, WeightFile)
         return digest_weights(dict(weights))
 

@@ -115,10 +115,10 @@ def drawn(mode: str, seed: int) -> Scenario:
         wedges=int(rng.integers(2)) if separate else 0,
         replaced=separate and replaced,
         wrong_digests=int(rng.integers(3)) if separate else 0,
-        late=0.05 if separate and rng.random() < 0.3 else 0.0,
+        late=0.2 if separate and rng.random() < 0.3 else 0.0,
         slow=0.05 if rng.random() < 0.3 else 0.0,
         failing=0.02 if rng.random() < 0.3 else 0.0,
-        hanging=0.01 if sessions.random() < 0.1 else 0.0,
+        hanging=0.01 if sessions.random() < 0.2 else 0.0,
         tools=_one_of(sessions, tuple(ToolKind)) if sessions.random() < 0.5 else None,
     )
 

@@ -8,6 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from mischief import (
+    CALL_FAILED,
+    CALL_HUNG,
+    CALL_INTERRUPTED,
+    CALL_RAISED,
+    CALL_REPEATED,
+    Witness,
+)
 
 from perdure.core.agent_api import (
     AgentSession,
@@ -68,18 +76,16 @@ class Outside:
 
     Args:
         is_journaled: Whether the log has acknowledged the result of a call.
+        witness: Is told of what becomes of calls, and of those that must not be made.
 
     Attributes:
         begun: Calls so far, by their keys.
-        interrupted: Calls that the end of a process cut short.
-        wrong: What must not have happened; a session that raises it may be replaced.
     """
 
-    def __init__(self, is_journaled: Callable[[CallKey], bool]) -> None:
+    def __init__(self, is_journaled: Callable[[CallKey], bool], witness: Witness) -> None:
         self.begun = Counter[CallKey]()
-        self.interrupted = 0
+        self.witness = witness
         self._is_journaled = is_journaled
-        self.wrong: list[str] = []
         self._asked: dict[CallKey, str] = {}
         self._returned: set[CallKey] = set()
 
@@ -89,16 +95,15 @@ class Outside:
 
     def begin(self, key: CallKey, asked: str, *, stateless: bool) -> int:
         """A call is made; returns how often it was made before."""
-        self.require(not self._is_journaled(key), f"{key} is in the journal and made again")
-        self.require(key not in self._returned, f"{key} has given its result to this process")
+        require = self.witness.require
+        require(not self._is_journaled(key), f"{key} is in the journal and made again")
+        require(key not in self._returned, f"{key} has given its result to this process")
         before = asked if stateless else self._asked.setdefault(key, asked)
-        self.require(before == asked, f"{key} stood for {before!r}, now for {asked!r}")
+        require(before == asked, f"{key} stood for {before!r}, now for {asked!r}")
+        if self.begun[key]:
+            self.witness.seen[CALL_REPEATED] += 1
         self.begun[key] += 1
         return self.begun[key] - 1
-
-    def require(self, holds: bool, otherwise: str) -> None:
-        if not holds:
-            self.wrong.append(otherwise)
 
     def returned(self, key: CallKey) -> None:
         """The call has given a result."""
@@ -146,23 +151,27 @@ class OutsideTool:
         same = all(replace(one, turn=key.turn, call=key.call) == key for one in known)
         follows = not known or (known[-1].turn, known[-1].call) < (key.turn, key.call)
         right = same and follows and len(known) == arguments["behind"]
-        self.outside.require(right, f"{key} with {arguments} was made behind {known}")
+        self.outside.witness.require(right, f"{key} with {arguments} was made behind {known}")
         known.append(key)
 
     async def _take_time(self) -> None:
-        trouble = self.rng.random()
+        trouble, seen = self.rng.random(), self.outside.witness.seen
         if trouble < 0.02:
+            seen[CALL_HUNG] += 1
             await asyncio.sleep(_HANGS_S)
         try:
             await asyncio.sleep(float(self.rng.pareto(1.5)) if trouble < 0.7 else 0.0)
         except asyncio.CancelledError:
-            self.outside.interrupted += 1
+            seen[CALL_INTERRUPTED] += 1
             raise
+        if trouble < 0.08:
+            seen[CALL_FAILED] += 1
         if trouble < 0.05:
             raise InfrastructureError("the service is away", where="simulation")
         if trouble < 0.08:
             raise ConnectionResetError(104, "Connection reset by peer")
         if trouble < 0.085:
+            seen[CALL_RAISED] += 1
             raise RuntimeError("a bug of the tool")
 
     def _answer(self, key: CallKey, again: int) -> str:

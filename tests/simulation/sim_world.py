@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fakes import SLOTS, CopyTransport, EngineTraits, FakeEngine, FakeLearner, lengths, paces
+from fakes import (
+    ACKNOWLEDGE_TIMEOUT_S,
+    SLOTS,
+    CopyTransport,
+    EngineTraits,
+    FakeEngine,
+    FakeLearner,
+    lengths,
+    paces,
+)
 from logged_batches import Acknowledged
+from mischief import DIED, DISK_FAULTS, HUNG, RAISED, WEDGED, Witness
 from scenarios import Ending, Scenario
 from sim_checks import check_counts, check_reasons, check_tools, check_weights
 from sim_tools import Outside, with_tools
@@ -43,7 +52,7 @@ from perdure.runtime.parts import RuntimeParts
 from perdure.runtime.sessions import SessionRules, SessionRunner
 from perdure.runtime.views import Views
 from perdure.storage import CrashMode, MemoryStorage, PowerLost
-from perdure.storage.faulty import FaultyStorage, StorageFault, StorageFaultKind
+from perdure.storage.faulty import FaultyStorage, StorageFault
 from perdure.tasks.api import Prompt, RewardResult, Task, judge
 from perdure.tasks.config import make_task
 from perdure.trainers import launch
@@ -54,14 +63,6 @@ from perdure.trainers.recovery import Launch, incarnation
 
 RUN = Path("simulated-run")
 MAX_LIVES = 20
-DISK_FAULTS = (
-    StorageFaultKind.TORN_WRITE,
-    StorageFaultKind.NO_SPACE,
-    StorageFaultKind.EIO_WRITE,
-    StorageFaultKind.EIO_SYNC,
-    StorageFaultKind.EIO_READ,
-    StorageFaultKind.SLOW,
-)
 _EXPLAINED: dict[Ending, type[BaseException]] = {
     Ending.POWER: PowerLost,
     Ending.KILL: PowerLost,
@@ -74,8 +75,7 @@ class World:
     """One scenario, over all its lives.
 
     Attributes:
-        ended: How the lives before the last one ended; None: no engine was left.
-        fired: Storage faults that struck.
+        witness: What has taken place.
         outside: What tools have done.
         slots: Of an engine.
     """
@@ -90,12 +90,11 @@ class World:
         self.storage = MemoryStorage(seed=scenario.seed)
         self.acknowledged = Acknowledged()
         self.task = _task()
+        self.witness = self.task.witness = Witness()
         self.task.failing, self.task.hanging = scenario.failing, scenario.hanging
-        self.outside = Outside(lambda key: key in self.acknowledged.results)
+        self.outside = Outside(lambda key: key in self.acknowledged.results, self.witness)
         self.deaths = scenario.deaths
         self.wedges = scenario.wedges
-        self.ended: list[Ending | None] = []
-        self.fired: Counter[StorageFaultKind] = Counter()
         self.events: list[tuple[str, dict[str, object]]] = []
         self._store: ExperienceStore | None = None
         self._pool: EnginePool | None = None
@@ -115,11 +114,11 @@ class World:
             except BaseException as error:
                 if not _explained(error, ending):
                     raise
-                self.ended.append(ending)
+                self.witness.ended(ending if _stood_for(error, ending) else None)
             finally:
                 self._store = None
                 if isinstance(storage, FaultyStorage):
-                    self.fired += storage.fired
+                    self.witness.struck(storage.fired)
             self._outlive(ending)
         else:
             raise AssertionError(f"the run is not over after {MAX_LIVES} lives")
@@ -218,10 +217,25 @@ class World:
             length=lengths(scenario.seed, longest),
             pace=paces(scenario.seed, scenario.slow),
             load_s=lambda: (
-                float(self.rng.uniform(61, 200)) if self.rng.random() < scenario.late else speed
+                ACKNOWLEDGE_TIMEOUT_S + 0.3 * float(self.rng.pareto(0.7))
+                if self.rng.random() < scenario.late
+                else speed
             ),
         )
-        return FakeEngine(traits, self.task.max_prompt_tokens + longest)
+        return FakeEngine(
+            traits,
+            self.task.max_prompt_tokens + longest,
+            witness=self.witness,
+            on_late=self._require_quarantined,
+        )
+
+    def _require_quarantined(self, engine: FakeEngine) -> None:
+        """It acknowledges after the deadline: until then it is left out, and everybody told."""
+        assert self._pool is not None
+        (name,) = [name for name, one in self._pool.takers.items() if one is engine]
+        (report,) = [member for member in self._pool.describe() if member.name == name]
+        left_out = report.state is MemberState.QUARANTINED
+        self.witness.require(left_out, f"{report} is late and was not left out")
 
     async def start_engine(self, name: str) -> FakeEngine:
         """A new engine in a while."""
@@ -239,6 +253,7 @@ class World:
     def on_event(self, name: str, fields: dict[str, object]) -> None:
         """The run says something."""
         self.events.append((name, fields))
+        self.witness.event(name)
         if name == "rewound":
             # What was trained or finished beyond the checkpoint is void from here on.
             self.acknowledged = Acknowledged()
@@ -266,9 +281,11 @@ class World:
             victim = well[int(self.rng.integers(len(well)))]
             if self.deaths:
                 self.deaths -= 1
+                self.witness.seen[DIED] += 1
                 victim.die()
             else:
                 self.wedges -= 1
+                self.witness.seen[WEDGED] += 1
                 victim.wedge()
 
     def _final_state(self) -> ExperienceState:
@@ -278,7 +295,8 @@ class World:
         assert state.last_step == self.config.trainer.total_steps
         check_counts(state, self.config)
         check_weights(self.storage, state)
-        assert not self.outside.wrong
+        assert not self.witness.wrong
+        self.witness.evicted(state.table.evictions)
         check_reasons(self.storage)
         continues = self.config.rollout.continue_partials
         check_tools(self.storage, self.task.tokenizer, continues=continues)
@@ -298,6 +316,13 @@ def _explained(error: BaseException, ending: Ending | None) -> bool:
         return any(_explained(one, ending) for one in error.exceptions)
     if isinstance(error, TrainingError):
         return "no engine acknowledged" in error.what
+    return _stood_for(error, ending)
+
+
+def _stood_for(error: BaseException, ending: Ending | None) -> bool:
+    """Whether the life was to end so."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(_stood_for(one, ending) for one in error.exceptions)
     return ending is not None and isinstance(error, _EXPLAINED[ending])
 
 
@@ -391,6 +416,7 @@ class _Judge:
     def __init__(self, task: Task) -> None:
         self._task = task
         self.failing = self.hanging = 0.0
+        self.witness = Witness()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
@@ -398,8 +424,10 @@ class _Judge:
     async def verify(self, prompt: Prompt, response_ids: Sequence[int]) -> RewardResult:
         digest = generator(0, "verdict", prompt.data_index, *response_ids)
         if digest.random() < self.failing:
+            self.witness.seen[RAISED] += 1
             raise ValueError("the verifier has no answer")
         if digest.random() < self.hanging:
+            self.witness.seen[HUNG] += 1
             await asyncio.Event().wait()
         return judge(sum(response_ids) % 2 == 0)
 

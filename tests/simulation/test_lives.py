@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from logged_batches import logged_records
+from mischief import BEFALLS, CALL_INTERRUPTED, CALL_REPEATED, EVERY_FAULT
 from scenarios import Ending, Scenario, drawn
 from sim_checks import check_audit
 from sim_world import World
@@ -22,18 +25,27 @@ AUDITED = 7
 """Every so manieth run is audited from its files as well."""
 
 
-def survive(mode: str, seed: int, folder: Path) -> None:
-    """Run the scenario of a seed."""
-    world = World(drawn(mode, seed))
-    world.run()
-    if seed % AUDITED == 0:
-        check_audit(world.storage, folder / str(seed))
+def survive(mode: str, seeds: Iterable[int], folder: Path) -> Counter[str]:
+    """Run the scenarios of the seeds; returns what befell them."""
+    befell = Counter[str]()
+    for seed in seeds:
+        world = World(drawn(mode, seed))
+        try:
+            world.run()
+            if seed % AUDITED == 0:
+                check_audit(world.storage, folder / str(seed))
+        except BaseException as error:
+            error.add_note(f"World(drawn({mode!r}, {seed})).run() repeats it")
+            raise
+        befell += world.witness.seen
+    return befell
 
 
-@pytest.mark.parametrize("seed", range(IN_CI))
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_survives_what_befalls_it(mode: str, seed: int, tmp_path: Path) -> None:
-    survive(mode, seed, tmp_path)
+def test_runs_survive_what_befalls_them(mode: str, tmp_path: Path) -> None:
+    befell = survive(mode, range(IN_CI), tmp_path)
+    assert not BEFALLS[mode] - befell.keys(), "nothing of the kind has taken place"
 
 
 @pytest.mark.parametrize("seed", [2, 3])
@@ -71,10 +83,9 @@ def test_calls_are_cut_short_and_made_once() -> None:
         scenario = Scenario(seed, "separate_async", endings=endings, tools=kind)
         world = World(scenario)
         world.run()
-        calls = world.outside.begun
-        assert len(calls) > 50
-        assert calls.total() > len(calls), "no call was made again: nothing was lost on the way"
-        cut_short += world.outside.interrupted
+        assert len(world.outside.begun) > 50
+        assert world.witness.seen[CALL_REPEATED], "nothing was lost on the way"
+        cut_short += world.witness.seen[CALL_INTERRUPTED]
         assert any(name == "session_retried" for name, _ in world.events)
     assert cut_short > 10
 
@@ -94,5 +105,6 @@ def test_a_verifier_that_hangs_costs_its_group_and_no_more() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_thousands_of_runs_survive_what_befalls_them(mode: str, block: int, tmp_path: Path) -> None:
     count = IN_SOAK // 17
-    for seed in range(IN_CI + block * count, IN_CI + (block + 1) * count):
-        survive(mode, seed, tmp_path)
+    first = IN_CI + block * count
+    befell = survive(mode, range(first, first + count), tmp_path)
+    assert not (BEFALLS[mode] | EVERY_FAULT) - befell.keys(), "nothing of the kind has taken place"
