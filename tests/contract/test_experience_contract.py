@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 
 from perdure.core.clock import SystemClock
+from perdure.core.errors import LifecycleError
 from perdure.core.faults import NoFaults
-from perdure.core.ids import GlobalStep, GroupId
+from perdure.core.ids import GlobalStep, GroupId, LogPosition, SessionId
 from perdure.core.record_types import EvictionReason, GroupOutcome
 from perdure.core.storage_api import Storage
+from perdure.core.trajectories import PartialDelta, SessionPrefix
 from perdure.experience import (
     AgePolicy,
     ExperienceStore,
@@ -50,7 +53,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 WAYS = {"threaded": (True, "own"), "inline": (False, "own"), "worker": (True, "worker")}
-"""Whether a thread commits, and who appends finished sessions: the own process or a worker."""
+"""Whether a thread commits, and who appends sessions: the own process or a worker."""
 
 
 @pytest.fixture(params=WAYS)
@@ -65,7 +68,7 @@ def options(way: tuple[bool, str]) -> LogOptions:
 
 @pytest.fixture
 def open_door(way: tuple[bool, str]) -> OpenDoor:
-    """Opens the door through which finished sessions come."""
+    """Opens the door through which sessions come."""
 
     @contextlib.contextmanager
     def own(store: ExperienceStore) -> Iterator[ExperienceStore | RemoteStore]:
@@ -156,5 +159,136 @@ def test_a_decision_is_applied_and_paid_for(
     assert (decision.evict, decision.refill) == ((), 1)
     store.refill([make.submitted(2, step=2)])
     assert decide(store.state, global_step=step, rules=rules).refill == 0
+    store.close("stopped")
+    store.check()
+
+
+S0, S1 = SessionId(GroupId(0), 0), SessionId(GroupId(0), 1)
+
+
+def logged(store: ExperienceStore, future: Future[LogPosition]) -> LogPosition:
+    """Wait until an append is acknowledged."""
+    store.commit_all()
+    return future.result(10)
+
+
+def assert_prefix(prefix: SessionPrefix, *pieces: PartialDelta, attempt: int = 0) -> None:
+    """The prefix is these pieces, one behind the other."""
+    assert prefix.attempt == attempt
+    for found, name in (
+        (prefix.response_ids_T, "token_ids_N"),
+        (prefix.logprobs_T, "logprobs_N"),
+        (prefix.loss_mask_T, "loss_mask_N"),
+    ):
+        wanted = [getattr(piece, name) for piece in pieces] or [found[:0]]
+        np.testing.assert_array_equal(found, np.concatenate(wanted), strict=True)
+    covered = [(s.version, t) for s in prefix.segments for t in range(s.start, s.end)]
+    pieced = [(s.version, t) for p in pieces for s in p.segments for t in range(s.start, s.end)]
+    assert covered == pieced
+
+
+def test_an_unfinished_session_goes_on_from_what_was_acknowledged(
+    storage: Storage, options: LogOptions, open_door: OpenDoor
+) -> None:
+    first = start(storage, options)
+    first.submit([make.submitted(0)])
+    pieces = [make.delta(0, 0, 0, 3), make.delta(0, 0, 3, 5, version=1), make.delta(0, 0, 5, 9)]
+    other = make.delta(0, 1, 0, 2)
+    with open_door(first) as door:
+        assert_prefix(door.prefix(S0))
+        logged(first, door.partials([pieces[0], other]))
+        logged(first, door.partials([pieces[1]]))
+        assert_prefix(door.prefix(S0), *pieces[:2])
+    first.close("stopped")
+    first.check()
+
+    second = start(storage, options)
+    with open_door(second) as door:
+        found = door.prefixes([S1, S0])
+        assert_prefix(found[S0], *pieces[:2])
+        assert_prefix(found[S1], other)
+        logged(second, door.partials([pieces[2]]))
+        assert_prefix(door.prefix(S0), *pieces)
+        done = FinishedSession(make.trajectory(0, 0), 1.0, {})
+        logged(second, door.sessions_done([done]))
+        with pytest.raises(LifecycleError):
+            door.prefix(S0)
+        logged(second, door.partials([pieces[2]]))
+    second.close("stopped")
+    second.check()
+
+
+def test_tokens_are_said_again_and_never_replaced(
+    storage: Storage, options: LogOptions, open_door: OpenDoor
+) -> None:
+    store = start(storage, options)
+    store.submit([make.submitted(0)])
+    piece = make.delta(0, 0, 0, 4)
+    with open_door(store) as door:
+        logged(store, door.partials([piece]))
+        end = logged(store, door.partials([piece.between(1, 3)]))
+        assert end == logged(store, door.partials([piece]))
+        for wrong in (
+            make.delta(0, 0, 5, 6),
+            make.delta(0, 0, 4, 6, attempt=1),
+            make.delta(0, 0, 2, 6, version=1),
+            make.delta(1, 0, 0, 2),
+        ):
+            with pytest.raises(LifecycleError):
+                logged(store, door.partials([wrong]))
+        with pytest.raises(ValueError, match="occurs twice"):
+            door.partials([make.delta(0, 0, 4, 5), make.delta(0, 0, 5, 6)])
+        assert_prefix(door.prefix(S0), piece)
+        assert_prefix(door.prefix(S1))
+        assert logged(store, door.partials([])) == end
+    store.close("stopped")
+    store.check()
+
+
+def test_a_journaled_result_stands(
+    storage: Storage, options: LogOptions, open_door: OpenDoor
+) -> None:
+    store = start(storage, options)
+    store.submit([make.submitted(0)])
+    one, two = make.tool_result(0, 0), make.tool_result(0, 0, turn=1, call=2, result="say 4")
+    with open_door(store) as door:
+        assert door.tool_results(S0) == {}
+        logged(store, door.tool_result(one))
+        end = logged(store, door.tool_result(two))
+        assert logged(store, door.tool_result(one)) == end
+        with pytest.raises(LifecycleError):
+            logged(store, door.tool_result(make.tool_result(0, 0, result="5")))
+        with pytest.raises(ValueError, match="characters"):
+            door.tool_result(make.tool_result(0, 0, turn=2, result="x" * (2**20 + 1)))
+    store.close("stopped")
+
+    store = start(storage, options)
+    with open_door(store) as door:
+        assert door.tool_results(S0) == {(0, 0): one, (1, 2): two}
+        assert door.tool_results(S1) == {}
+        with pytest.raises(LifecycleError):
+            door.tool_results(SessionId(GroupId(7), 0))
+    store.close("stopped")
+    store.check()
+
+
+def test_a_restart_leaves_tokens_and_results_behind(
+    storage: Storage, options: LogOptions, open_door: OpenDoor
+) -> None:
+    store = start(storage, options)
+    store.submit([make.submitted(0)])
+    with open_door(store) as door:
+        logged(store, door.partials([make.delta(0, 0, 0, 3)]))
+        logged(store, door.tool_result(make.tool_result(0, 0)))
+        with pytest.raises(LifecycleError):
+            logged(store, door.restart_session(S0, attempt=2, reason="one is left out"))
+        logged(store, door.restart_session(S0, attempt=1, reason="the sandbox is gone"))
+        assert door.tool_results(S0) == {}
+        assert_prefix(door.prefix(S0), attempt=1)
+        again = make.delta(0, 0, 0, 2, attempt=1)
+        logged(store, door.partials([again]))
+        with pytest.raises(LifecycleError):
+            logged(store, door.tool_result(make.tool_result(0, 0, turn=1)))
+        assert_prefix(door.prefix(S0), again, attempt=1)
     store.close("stopped")
     store.check()

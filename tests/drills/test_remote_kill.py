@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import experience_records as make
 import pytest
 from drill_tools import HERE, KILLED
+from durable_notes import Durable
+from generator_process import SESSIONS, finished
 from remote_cases import check_log, group_of
 from remote_process import FLUSH_S, GROUPS, RUN_ID
 
 from perdure.audit import audit_run
 from perdure.core.clock import SystemClock
 from perdure.core.experience_records import GroupSettled
-from perdure.core.ids import GroupId, LogPosition
+from perdure.core.ids import GroupId, LogPosition, SessionId
 from perdure.core.record_types import GroupOutcome
-from perdure.experience import RemoteOptions, RemoteStore
+from perdure.experience import FinishedSession, RemoteOptions, RemoteStore
 from perdure.experience.remote.frames import number_frame
 from perdure.experience.remote.handshake import connect_to, open_wire
 from perdure.experience.remote.requests import sessions_frame
@@ -29,7 +34,7 @@ from perdure.storage import PosixStorage
 
 ENVIRONMENT = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+    "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, sys.path)]),
     "OMP_NUM_THREADS": "1",
 }
 OPTIONS = RemoteOptions(retry_s=0.01, reconnect_timeout_s=FLUSH_S)
@@ -73,11 +78,14 @@ class Processes:
             process.kill()
             process.communicate()
 
-    def finish(self, process: subprocess.Popen[str]) -> None:
+    def finish(
+        self, process: subprocess.Popen[str], expected: Sequence[FinishedSession] | None = None
+    ) -> None:
         """Let the last incarnation close, and judge the whole run."""
         process.communicate(timeout=FLUSH_S)
         assert process.returncode == 0
-        expected = [one for group in range(GROUPS) for one in group_of(group)]
+        if expected is None:
+            expected = [one for group in range(GROUPS) for one in group_of(group)]
         check_log(PosixStorage(self.run), expected)
         report = audit_run(self.run)
         assert report.ok, report.summary_lines()
@@ -150,6 +158,72 @@ def test_the_writer_is_killed_again_and_again(processes: Processes) -> None:
     for worker in workers:
         worker.close()
     processes.finish(running)
+
+
+@pytest.mark.parametrize("point", ["log_payload_fsynced", "log_control_written", "log_fsynced"])
+@pytest.mark.parametrize("hit", [1, 2])
+def test_the_writer_is_killed_while_sessions_are_unfinished(
+    processes: Processes, point: str, hit: int
+) -> None:
+    first = processes.start({"point": point, "hit": hit})
+    worker = processes.worker()
+    session = SessionId(GroupId(0), 0)
+    result = make.tool_result(0, 0)
+    early = worker.partials([make.delta(0, 0, 0, 3)])
+    with contextlib.suppress(TimeoutError):
+        early.result(0.2 if hit > 1 else 0)
+    futures = [worker.tool_result(result), worker.partials([make.delta(0, 0, 3, 5)])]
+    assert first.wait(FLUSH_S) == KILLED
+    second = processes.start()
+    found = worker.prefix(session)
+    assert found.response_ids_T.tolist() == make.delta(0, 0, 0, 5).token_ids_N.tolist()
+    assert worker.tool_results(session) == {(0, 0): result}
+    assert all(future.done() for future in (early, *futures)), "answers come in order"
+    assert futures[-1].result(0).incarnation == 2
+    worker.close()
+    processes.finish(second, [])
+
+
+def one_generator(processes: Processes, calls: Path, steps: int) -> tuple[int, list[str]]:
+    """Run a generator until it kills itself; its status, and what it said in whole lines."""
+    script = [sys.executable, str(HERE / "generator_process.py")]
+    ended = subprocess.run(
+        [*script, str(processes.path), str(calls), str(steps)],
+        check=False,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    lines = ended.stdout.splitlines(keepends=True)
+    return ended.returncode, [line.strip() for line in lines if line.endswith("\n")]
+
+
+KILLS = [4, pytest.param(40, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_a_generator_is_killed_in_the_middle_of_its_sessions(
+    processes: Processes, tmp_path: Path, kills: int
+) -> None:
+    """Another one goes on from the last durable token, and makes no journaled call again."""
+    chance = random.Random(f"kill the generator {kills}")
+    writer, calls = processes.start(), tmp_path / "calls.txt"
+    calls.touch()
+    durable, made, went_on = Durable(), Counter[str](), 0
+    for life in range(kills + 1):
+        steps = chance.randint(5, 240 // kills) if life < kills else 0
+        status, lines = one_generator(processes, calls, steps)
+        assert status == (KILLED if steps else 0)
+        found = Durable()
+        found.note([line for line in lines if line.startswith("found")])
+        durable.check(found)
+        went_on += sum(tokens > 0 for _, tokens in found.tokens.values())
+        before, made = made, Counter(calls.read_text().splitlines())
+        assert all(made[name] == before[name] for name in durable.results)
+        durable.note(lines)
+    assert went_on, "no session was cut short: the drill shows nothing"
+    assert durable.results
+    processes.finish(writer, [finished(session) for session in SESSIONS])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.99])

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import experience_records as make
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,12 +22,22 @@ from remote_cases import (
 )
 
 from perdure.core.experience_records import GroupSettled
-from perdure.core.ids import GroupId
+from perdure.core.ids import GroupId, SessionId
+from perdure.core.record_codec import record_fields
 from perdure.core.record_types import GroupOutcome
-from perdure.experience import RemoteOptions
+from perdure.experience import ExperienceStore, RemoteOptions, RemoteStore
 from perdure.experience.columns import checked_columns
-from perdure.experience.remote.frames import FrameType, make_frame, number_frame, parse_frame
+from perdure.experience.partials import partial_columns
+from perdure.experience.remote.frames import (
+    FrameType,
+    make_frame,
+    number_frame,
+    parse_frame,
+)
+from perdure.experience.remote.handshake import PROTOCOL
 from perdure.experience.remote.requests import read_request, sessions_frame
+from perdure.experience.remote.unfinished import partials_frame, result_frame
+from perdure.storage.memory import MemoryStorage
 
 GROUPS = 6
 PATIENT = RemoteOptions(reconnect_timeout_s=1e6, retry_s=1.0)
@@ -87,21 +98,88 @@ def test_remote_connections_end_anywhere(cuts: list[tuple[int, int]], restarts: 
     storage = new_storage()
     with doors() as door:
         first = door.open(start_store(storage, groups=GROUPS))
-        planned = iter(cuts)
         opened: list[socket.socket] = []
-
-        def connect() -> socket.socket:
-            if len(opened) in restarts and opened:
-                door.close()
-                door.open(start_store(storage.open_as_new_process()))
-            stream = cut_off(door.connect(), next(planned, (2**40, 2**40)))
-            opened.append(stream)
-            return stream
-
-        run_worker(door, connect)
+        run_worker(door, bad_line(door, storage, opened, cuts=cuts, restarts=restarts))
         check_log(storage, [one for group in range(GROUPS) for one in group_of(group)])
         assert len(opened) <= len(cuts) + 1
         assert first.warnings == [] or len(opened) > 1
+
+
+def bad_line(
+    door: Doors,
+    storage: MemoryStorage,
+    opened: list[socket.socket],
+    *,
+    cuts: list[tuple[int, int]],
+    restarts: set[int],
+) -> Callable[[], socket.socket]:
+    """Streams of which the first ones end early, some to a store that was started anew."""
+    planned = iter(cuts)
+
+    def connect() -> socket.socket:
+        if len(opened) in restarts and opened:
+            door.close()
+            door.open(start_store(storage.open_as_new_process()))
+        stream = cut_off(door.connect(), next(planned, (2**40, 2**40)))
+        opened.append(stream)
+        return stream
+
+    return connect
+
+
+def begin_sessions(worker: RemoteStore, *, attempts: list[int]) -> None:
+    """Leave tokens and results of one session a group, and read them back on the way."""
+    for group, attempt in enumerate(attempts):
+        session_id = SessionId(GroupId(group), 0)
+        for number in range(1, attempt + 1):
+            worker.partials([make.delta(group, 0, 0, 2, attempt=number - 1)]).result(FLUSH_S)
+            worker.restart_session(session_id, attempt=number, reason="again").result(FLUSH_S)
+        sent = [
+            worker.partials([make.delta(group, 0, 0, 3, attempt=attempt)]),
+            worker.tool_result(make.tool_result(group, 0, attempt=attempt)),
+            worker.partials([make.delta(group, 0, 3, 7, attempt=attempt, version=1)]),
+        ]
+        found = worker.prefix(session_id)
+        assert all(future.done() for future in sent), "answers come in order"
+        assert (found.attempt, len(found.response_ids_T)) == (attempt, 7)
+        results = {(0, 0): make.tool_result(group, 0, attempt=attempt)}
+        assert worker.tool_results(session_id) == results
+        for future in sent:
+            future.result(0)
+
+
+def check_begun(store: ExperienceStore, *, attempts: list[int]) -> None:
+    """The store has what :func:`begin_sessions` has left, once."""
+    for group, attempt in enumerate(attempts):
+        prefix = store.prefix(SessionId(GroupId(group), 0))
+        wanted = make.delta(group, 0, 0, 7, attempt=attempt)
+        np.testing.assert_array_equal(prefix.response_ids_T, wanted.token_ids_N, strict=True)
+        np.testing.assert_array_equal(prefix.logprobs_T, wanted.logprobs_N, strict=True)
+        assert [(s.version, s.start, s.end) for s in prefix.segments] == [(0, 0, 3), (1, 3, 7)]
+        results = store.tool_results(SessionId(GroupId(group), 0))
+        assert results == {(0, 0): make.tool_result(group, 0, attempt=attempt)}
+
+
+@given(
+    cuts=st.lists(LIMITS, max_size=5),
+    restarts=st.sets(st.integers(0, 5)),
+    attempts=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+)
+def test_remote_unfinished_sessions_outlive_connections_that_end_anywhere(
+    cuts: list[tuple[int, int]], restarts: set[int], attempts: list[int]
+) -> None:
+    storage = new_storage()
+    with doors() as door:
+        door.open(start_store(storage, groups=len(attempts)))
+        opened: list[socket.socket] = []
+        connect = bad_line(door, storage, opened, cuts=cuts, restarts=restarts)
+        worker = door.worker(options=PATIENT, connect=connect)
+        begin_sessions(worker, attempts=attempts)
+        worker.close()
+        door.close()
+        following = start_store(storage.open_as_new_process())
+        check_begun(following, attempts=attempts)
+        following.close("closed")
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
@@ -111,6 +189,9 @@ def test_remote_wrong_bytes_never_count(at: int, bit: int, cut: bool) -> None:
         bytes(number_frame(sessions_frame(group_of(group), ()), group + 1))
         for group in range(GROUPS)
     ]
+    unfinished = [make.delta(GROUPS, 0, 0, 3), make.delta(GROUPS, 1, 0, 5)]
+    frames.append(bytes(number_frame(partials_frame(unfinished), GROUPS + 1)))
+    frames.append(bytes(number_frame(result_frame(make.tool_result(GROUPS, 0)), GROUPS + 2)))
     whole = bytearray(b"".join(frames))
     at %= len(whole)
     if cut:
@@ -119,7 +200,8 @@ def test_remote_wrong_bytes_never_count(at: int, bit: int, cut: bool) -> None:
         whole[at] ^= 1 << bit
     storage = new_storage()
     with doors() as door:
-        opened = door.open(start_store(storage, groups=GROUPS))
+        store = start_store(storage, groups=GROUPS + 1)
+        opened = door.open(store)
         with opened.connect() as stream:
             stream.sendall(whole)
             stream.shutdown(socket.SHUT_WR)
@@ -129,15 +211,21 @@ def test_remote_wrong_bytes_never_count(at: int, bit: int, cut: bool) -> None:
         for frame in frames:
             end += len(frame)
             intact += end <= at
-        sent = [one for group in range(max(intact - 1, 0)) for one in group_of(group)]
+        requests = max(intact - 1, 0)
+        sent = [one for group in range(min(requests, GROUPS)) for one in group_of(group)]
         check_log(storage, sent)
+        begun = store.open_group(GroupId(GROUPS)).begun
+        left = [(one.session.index, len(one.token_ids_N)) for one in unfinished]
+        assert [(s.index, b.tokens) for s, b in begun.items()] == left * (requests > GROUPS)
+        results = store.tool_results(SessionId(GroupId(GROUPS), 0))
+        assert len(results) == (requests > GROUPS + 1)
         worker = door.worker()
         worker.sessions_done(group_of(GROUPS - 1)).result(FLUSH_S)
         worker.close()
 
 
 def hello() -> bytes:
-    fields = {"protocol": 1, "run_id": "5" * 32, "incarnation": 1}
+    fields = {"protocol": PROTOCOL, "run_id": "5" * 32, "incarnation": 1}
     return bytes(number_frame(make_frame(FrameType.HELLO, fields), 0))
 
 
@@ -224,3 +312,43 @@ def test_remote_nonsense_is_refused_and_the_store_goes_on(data: st.DataObject, n
         done = store.state.groups[GroupId(0)].done
         assert set(done) <= {0, 1}
         assert not np.isnan([settled.reward for settled in done.values()]).any()
+
+
+PIECES = partial_columns([make.delta(0, 0, 0, 3), make.delta(0, 1, 0, 2)])
+UNFINISHED: dict[FrameType, dict[str, Any]] = {
+    FrameType.PARTIALS: PIECES[0],
+    FrameType.TOOL_RESULT: record_fields(make.tool_result(0, 0)),
+    FrameType.SESSION_RESTARTED: record_fields(make.restarted(0, 0)),
+    FrameType.ASK_PREFIXES: {"sessions": [[0, 0]]},
+    FrameType.ASK_TOOL_RESULTS: {"sessions": [[0, 0]]},
+}
+
+
+@given(data=st.data(), frame_type=st.sampled_from(sorted(UNFINISHED)), drop=st.booleans())
+def test_remote_nonsense_about_unfinished_sessions_is_refused(
+    data: st.DataObject, frame_type: FrameType, drop: bool
+) -> None:
+    """As before, and the request that it spoils does not count unless it could be read."""
+    request = dict(UNFINISHED[frame_type])
+    name = data.draw(st.sampled_from(sorted(request)))
+    del request[name]
+    if not drop:
+        request[name] = data.draw(st.lists(VALUES, min_size=2, max_size=2) | VALUES)
+    arrays = PIECES[1] if frame_type is FrameType.PARTIALS else None
+    frame = number_frame(make_frame(frame_type, request, arrays), 1)
+    with doors() as door:
+        store = start_store(new_storage(), groups=1)
+        opened = door.open(store)
+        with opened.connect() as stream:
+            stream.sendall(hello() + bytes(frame))
+            stream.shutdown(socket.SHUT_WR)
+            while stream.recv(4096):
+                pass
+        assert opened.warnings == []
+        worker = door.worker()
+        whole = store.prefix(SessionId(GroupId(0), 0))
+        start, attempt = len(whole.response_ids_T), whole.attempt
+        assert (start, attempt) in ((0, 0), (3, 0), (0, 1))
+        piece = make.delta(0, 0, start, start + 2, attempt=attempt)
+        worker.partials([piece]).result(FLUSH_S)
+        worker.close()

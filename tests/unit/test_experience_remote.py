@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import experience_records as make
 import numpy as np
@@ -83,6 +85,43 @@ def test_nothing_is_acknowledged_before_it_is_durable(storage: MemoryStorage, do
     with pytest.raises(LifecycleError):
         refused.result(FLUSH_S)
     worker.close()
+
+
+def test_nothing_is_told_before_it_is_durable(storage: MemoryStorage, door: Doors) -> None:
+    """Who went on from a token that a crash takes back would leave a gap."""
+    store = start_store(storage, groups=1, options=INLINE)
+    door.open(store)
+    worker = door.worker()
+    piece = make.delta(0, 0, 0, 3)
+    store.partials([piece])
+    with ThreadPoolExecutor(1) as thread:
+        told = thread.submit(worker.prefix, piece.session)
+        refused = worker.tool_result(make.tool_result(9, 0))
+        behind = worker.tool_result(make.tool_result(0, 0))
+        wait_until(lambda: bool(store.tool_results(piece.session)))
+        assert not told.done()
+        store.flush(FLUSH_S)
+        assert told.result(FLUSH_S).response_ids_T.tolist() == piece.token_ids_N.tolist()
+    behind.result(FLUSH_S)
+    with pytest.raises(LifecycleError):
+        refused.result(FLUSH_S)
+    worker.close()
+
+
+def test_a_question_is_not_waited_for_forever(storage: MemoryStorage, door: Doors) -> None:
+    store = start_store(storage, groups=1, options=INLINE)
+    door.open(store)
+    worker = door.worker(options=RemoteOptions(stall_timeout_s=0.05))
+    store.partials([make.delta(0, 0, 0, 3)])
+    with pytest.raises(StorageError, match=r"a question got no answer in 0\.05 s"):
+        worker.prefix(SessionId(GroupId(0), 0))
+    store.flush(FLUSH_S)
+    with pytest.raises(TypeError, match="not int"):
+        worker.prefix(SessionId(GroupId(0), True))
+    with contextlib.suppress(StorageError):
+        worker.close()
+    with pytest.raises(ValueError, match="closed"):
+        worker.prefixes([SessionId(GroupId(0), 0)])
 
 
 def test_a_group_is_read_before_and_after_its_sessions_are_durable(

@@ -22,6 +22,7 @@ from remote_cases import (
 
 from perdure.core.clock import ManualClock
 from perdure.core.errors import ConfigError, FutureFormatError, RunBusyError, StorageError
+from perdure.core.ids import GroupId, SessionId
 from perdure.experience import RemoteOptions, RemoteStore, RunInfo, StoreServer, create_run
 from perdure.experience.remote import handshake, server
 from perdure.experience.remote.frames import FrameType, make_frame, number_frame
@@ -143,6 +144,25 @@ def test_the_store_of_another_run_is_not_written(storage: MemoryStorage, door: D
     assert error.value.way_out
 
 
+def test_an_older_store_is_told_from_one_that_is_away(door: Doors, stub: Stub) -> None:
+    with pytest.raises(ConfigError) as error:
+        door.worker(connect=lambda: stub(hello(PROTOCOL - 1)))
+    assert f"protocol {PROTOCOL - 1}" in error.value.what
+    assert f"protocol {PROTOCOL}" in error.value.rule
+    assert error.value.where == str(door.path)
+    assert error.value.way_out
+
+
+def test_an_older_worker_is_told_why_it_is_shown_out(storage: MemoryStorage, door: Doors) -> None:
+    door.open(start_store(storage))
+    wire = greeted(door, hello(PROTOCOL - 1))
+    frame = wire.receive(FLUSH_S)
+    assert frame is not None
+    assert frame.type is FrameType.FAREWELL
+    assert f"protocol {PROTOCOL - 1}, this store protocol {PROTOCOL}" in frame.fields["reason"]
+    wire.close()
+
+
 def test_a_newer_protocol_is_not_guessed_at(door: Doors, stub: Stub) -> None:
     with pytest.raises(FutureFormatError) as error:
         door.worker(connect=lambda: stub(hello(PROTOCOL + 1)))
@@ -174,7 +194,7 @@ def test_a_silent_store_is_not_waited_for_forever(
     monkeypatch.setattr(handshake, "ANSWER_TIMEOUT_S", 0.01)
     ours, theirs = socket.socketpair()
     with theirs, pytest.raises(StorageError, match="nothing came"):
-        handshake.open_wire(lambda: ours, path=door.path, run_id=RUN_ID, timeout_s=0.01)
+        handshake.open_wire(lambda: ours, path=door.path, run_id=RUN_ID)
 
 
 def test_a_path_is_taken_over_by_the_next_incarnation_alone(
@@ -273,6 +293,7 @@ def test_a_worker_that_hangs_up_at_once_costs_nothing(storage: MemoryStorage, do
         number_frame(make_frame(FrameType.ACKNOWLEDGED, {"position": [1, 0]}), 1),
         number_frame(make_frame(FrameType.REFUSED, {"error": "LifecycleError"}), 1),
         number_frame(make_frame(FrameType.URGE, {}), 1),
+        number_frame(make_frame(FrameType.TOLD, {"results": []}), 1),
         b"\0" * 64,
     ],
 )
@@ -286,6 +307,17 @@ def test_a_store_that_answers_nonsense_is_left_and_asked_again(
     worker.sessions_done([session(0, 0)]).result(FLUSH_S)
     worker.close()
     check_log(storage, [session(0, 0)])
+
+
+def test_a_question_is_not_answered_by_an_acknowledgement(
+    storage: MemoryStorage, door: Doors, stub: Stub
+) -> None:
+    opened = door.open(start_store(storage, groups=1))
+    lie = number_frame(make_frame(FrameType.ACKNOWLEDGED, {"position": [1, 0, 64]}), 1)
+    first = iter([stub(hello(), bytes(lie))])
+    worker = door.worker(connect=lambda: next(first, None) or opened.connect())
+    assert worker.tool_results(SessionId(GroupId(0), 0)) == {}
+    worker.close()
 
 
 def test_a_liar_is_not_asked_forever(door: Doors, stub: Stub) -> None:

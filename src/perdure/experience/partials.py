@@ -49,6 +49,18 @@ def require_loggable_delta(delta: PartialDelta) -> None:
     delta.check()
 
 
+def require_loggable_deltas(deltas: Sequence[PartialDelta]) -> None:
+    """See that pieces can be logged in one batch.
+
+    Raises:
+        TypeError, ValueError: One is not what a record can hold, or a session occurs twice.
+    """
+    for delta in deltas:
+        require_loggable_delta(delta)
+    if len({delta.session for delta in deltas}) < len(deltas):
+        raise ValueError("a session occurs twice among partial tokens")
+
+
 def partial_entries(deltas: Iterable[PartialDelta]) -> list[Entry]:
     """Entries with the pieces in order, none above the limits of a record; no piece is empty."""
     return [_entry(some) for some in _portions(deltas)]
@@ -80,11 +92,20 @@ def _entry(deltas: Sequence[PartialDelta]) -> Entry:
         payload=NOT_PLACED,
     )
     key = f"partial_tokens/{record.key().partition('/')[2]}"
+    fields, arrays = partial_columns(deltas)
+    payload = prepare_record(RecordType.PARTIAL_TOKENS, key=key, fields=fields, arrays=arrays)
+    return Entry(record, payload=Payload(key, payload))
+
+
+def partial_columns(
+    deltas: Sequence[PartialDelta],
+) -> tuple[dict[str, object], dict[str, list[Array]]]:
+    """Fields and arrays of a record, or of a frame, with these pieces in order."""
     fields: dict[str, object] = {
-        "sessions": [(session.group, session.index) for session in record.sessions],
-        "attempts": record.attempts,
-        "starts": record.starts,
-        "ends": record.ends,
+        "sessions": [(delta.session.group, delta.session.index) for delta in deltas],
+        "attempts": [delta.attempt for delta in deltas],
+        "starts": [delta.start for delta in deltas],
+        "ends": [delta.end for delta in deltas],
         "segments": [[(s.version, s.start, s.end) for s in delta.segments] for delta in deltas],
     }
     arrays = {
@@ -92,8 +113,7 @@ def _entry(deltas: Sequence[PartialDelta]) -> Entry:
         "logprobs": [delta.logprobs_N for delta in deltas],
         "loss_mask": [delta.loss_mask_N for delta in deltas],
     }
-    payload = prepare_record(RecordType.PARTIAL_TOKENS, key=key, fields=fields, arrays=arrays)
-    return Entry(record, payload=Payload(key, payload))
+    return fields, arrays
 
 
 class PartialTokens(NamedTuple):
@@ -103,6 +123,12 @@ class PartialTokens(NamedTuple):
     arrays: dict[str, Array]
     bounds: Sequence[int]
     """Where each row begins in the arrays, and where the last one ends."""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], arrays: dict[str, Array]) -> PartialTokens:
+        """The rows that have these fields and arrays."""
+        lengths = np.subtract(fields["ends"], fields["starts"])
+        return cls(fields, arrays, [0, *np.cumsum(lengths).tolist()])
 
     def piece(self, row: int) -> PartialDelta:
         """The tokens of one row; the arrays are views."""
@@ -127,7 +153,7 @@ def held_tokens(payload: Payload) -> PartialTokens:
     header = decode_header(view, 0)
     assert header is not None
     fields = record_body(view, 0, header)
-    return _tokens(fields, record_arrays(view, 0, fields))
+    return PartialTokens.of(fields, record_arrays(view, 0, fields))
 
 
 def read_tokens(reader: PayloadReader, batch: PartialBatch) -> PartialTokens:
@@ -153,12 +179,7 @@ def read_tokens(reader: PayloadReader, batch: PartialBatch) -> PartialTokens:
             rule="partials refers to the tokens of its sessions, in order",
             way_out="restore the log from a copy",
         )
-    return _tokens(fields, arrays)
-
-
-def _tokens(fields: dict[str, Any], arrays: dict[str, Array]) -> PartialTokens:
-    lengths = np.subtract(fields["ends"], fields["starts"])
-    return PartialTokens(fields, arrays, [0, *np.cumsum(lengths).tolist()])
+    return PartialTokens.of(fields, arrays)
 
 
 def joined_prefix(

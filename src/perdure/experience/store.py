@@ -56,7 +56,7 @@ from perdure.experience.finished import (
 )
 from perdure.experience.held import HeldExperience
 from perdure.experience.packed import PackedTrajectories
-from perdure.experience.partials import partial_entries, require_loggable_delta
+from perdure.experience.partials import partial_entries, require_loggable_deltas
 from perdure.experience.payloads import PayloadReader
 from perdure.experience.state import ExperienceState
 from perdure.experience.trajectory_cache import TrajectoryCache
@@ -189,10 +189,7 @@ class ExperienceStore(HeldExperience):
             TypeError, ValueError: An array or a number is not what a record can hold, or a session
                 occurs twice; nothing was logged.
         """
-        for delta in deltas:
-            require_loggable_delta(delta)
-        if len({delta.session for delta in deltas}) < len(deltas):
-            raise ValueError("a session occurs twice among partial tokens")
+        require_loggable_deltas(deltas)
         self._appender.wait_for_room()
         with self._lock:
             self._appender.require_healthy()

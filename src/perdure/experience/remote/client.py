@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from perdure.core.clock import Clock
 from perdure.core.errors import FencedError, StorageError
-from perdure.core.experience_records import GroupSettled
-from perdure.core.ids import IncarnationNumber, LogPosition
+from perdure.core.experience_records import GroupSettled, SessionRestarted, ToolResult
+from perdure.core.ids import IncarnationNumber, LogPosition, SessionId
+from perdure.core.trajectories import PartialDelta, SessionPrefix
 from perdure.experience.finished import FinishedSession
 from perdure.experience.remote.frames import (
     MALFORMED,
@@ -26,7 +28,17 @@ from perdure.experience.remote.handshake import Connect, connect_to, open_wire, 
 from perdure.experience.remote.outbox import Outbox
 from perdure.experience.remote.refusals import read_refusal
 from perdure.experience.remote.requests import sessions_frame
+from perdure.experience.remote.unfinished import (
+    partials_frame,
+    question_frame,
+    read_prefixes,
+    read_results,
+    restart_frame,
+    result_frame,
+)
 from perdure.experience.remote.wire import Wire
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +46,9 @@ class RemoteOptions:
     """How a worker deals with a store that is slow or away.
 
     Attributes:
-        max_unacknowledged_bytes: Above this, ``sessions_done`` waits for acknowledgements.
+        max_unacknowledged_bytes: Above this, appending waits for acknowledgements.
         stall_timeout_s: Longest such wait, longest time in which the store reads nothing of a
-            request, and the longest wait on closing.
+            request, and the longest wait for what is read back, and on closing.
         reconnect_timeout_s: How long what was sent may stay unanswered with the store away.
         retry_s: Between two tries to reconnect.
     """
@@ -48,11 +60,15 @@ class RemoteOptions:
 
 
 class RemoteStore:
-    """Appends finished sessions to the log of a run that another process writes. Thread-safe.
+    """Appends sessions, done or not, to the log of a run that another process writes. Thread-safe.
 
-    While the store is away, everything that is not acknowledged is kept, and sent again in order
-    to whoever listens under the path next, if it is the same run: the keys of the sessions see to
-    it that nothing counts twice. When the store has been away for too long, every future fails,
+    Every method promises what that of ``ExperienceStore`` does, but what only the store can refuse
+    (``LifecycleError``, ``FencedError``, ``StorageError``, ``DamagedError``) is raised by the
+    future, and what is read back is durable.
+
+    While the store is away, everything that is not answered is kept, and sent again in order to
+    whoever listens under the path next, if it is the same run: the keys of the records see to it
+    that nothing counts twice. When the store has been away for too long, every future fails,
     and so does every later call.
 
     Futures resolve in a thread of this object: what they call back must not wait for it.
@@ -71,7 +87,7 @@ class RemoteStore:
 
         Raises:
             StorageError: No store listens there.
-            ConfigError: It is the store of another run.
+            ConfigError: It is the store of another run, or speaks an older protocol.
             FutureFormatError: It speaks a newer protocol.
         """
         self._path = path
@@ -100,10 +116,6 @@ class RemoteStore:
     ) -> Future[LogPosition]:
         """Log the tokens and settled rewards of sessions, of any groups, in one batch.
 
-        As ``ExperienceStore.sessions_done``: the future resolves when they are acknowledged. What
-        only the store can refuse (``LifecycleError``, ``FencedError``, ``StorageError``) is raised
-        by the future.
-
         Raises:
             TrainingError: A reward is not finite; nothing was sent.
             TypeError: A value is not of the type that the format gives it; nothing was sent.
@@ -111,15 +123,64 @@ class RemoteStore:
             StorageError: There was no room for ``stall_timeout_s``; or the store had been away for
                 too long before, as every future said.
         """
-        frame = sessions_frame(sessions, settled)
-        if self._closing.is_set():
-            raise ValueError("the remote store is closed")
-        with self._order:
-            with self._outbox.changed:
-                request = self._outbox.add(frame, timeout_s=self._options.stall_timeout_s)
-                wire = self._live
-            self._send(wire, request.frame)
-        return request.future
+        return self._request(sessions_frame(sessions, settled))
+
+    def partials(self, deltas: Sequence[PartialDelta]) -> Future[LogPosition]:
+        """Log the newest tokens of unfinished sessions, of any groups, in one batch.
+
+        Tokens of an attempt that this worker gave up may be refused with a ``LifecycleError`` when
+        they are sent again: nobody goes on from them.
+
+        Raises:
+            TypeError, ValueError: As ``ExperienceStore.partials``, or as :meth:`sessions_done`.
+            StorageError: As :meth:`sessions_done`.
+        """
+        return self._request(partials_frame(deltas))
+
+    def tool_result(self, record: ToolResult) -> Future[LogPosition]:
+        """Journal the result of a tool call; use it only when the future has resolved.
+
+        Raises:
+            TypeError, ValueError: As ``ExperienceStore.tool_result``, or this object is closed.
+            StorageError: As :meth:`sessions_done`.
+        """
+        return self._request(result_frame(record))
+
+    def restart_session(
+        self, session: SessionId, *, attempt: int, reason: str
+    ) -> Future[LogPosition]:
+        """Let an unfinished session start again from its prompt, as attempt ``attempt``.
+
+        Raises:
+            TypeError, ValueError: A value is not what a record can hold, or this object is closed.
+            StorageError: As :meth:`sessions_done`.
+        """
+        return self._request(restart_frame(SessionRestarted(session, attempt, reason)))
+
+    def prefix(self, session: SessionId) -> SessionPrefix:
+        """Where an unfinished session goes on: :meth:`prefixes` of one."""
+        return self.prefixes([session])[session]
+
+    def prefixes(self, sessions: Sequence[SessionId]) -> dict[SessionId, SessionPrefix]:
+        """What unfinished sessions have in the log; empty where nothing is.
+
+        It waits until all that it returns is durable, and what was appended here before counts.
+        Not to be called from what a future calls back.
+
+        Raises:
+            LifecycleError, DamagedError: As ``ExperienceStore.prefixes``.
+            TypeError, ValueError: One is no session, they have 256 MiB or more, or this object is
+                closed.
+            FencedError, StorageError: The log failed, or no answer came for ``stall_timeout_s``.
+        """
+        return self._ask(FrameType.ASK_PREFIXES, sessions, read_prefixes)
+
+    def tool_results(self, session: SessionId) -> dict[tuple[int, int], ToolResult]:
+        """Journaled results of an unfinished session's newest attempt, by ``(turn, call)``.
+
+        It waits as :meth:`prefixes` does, and raises the same errors.
+        """
+        return self._ask(FrameType.ASK_TOOL_RESULTS, [session], read_results)
 
     def flush(self, timeout_s: float) -> None:
         """Return when everything appended so far is answered; the store does not linger.
@@ -157,6 +218,29 @@ class RemoteStore:
                 self._wire.hang_up()
             self._thread.join()
             self._outbox.fail(unreachable(self._path, "the worker closed before the answer came"))
+
+    def _request(self, frame: bytearray, *, is_question: bool = False) -> Future[Any]:
+        """Queue a frame and send it, if the store is there."""
+        if self._closing.is_set():
+            raise ValueError("the remote store is closed")
+        timeout_s = self._options.stall_timeout_s
+        with self._order:
+            with self._outbox.changed:
+                request = self._outbox.add(frame, is_question=is_question, timeout_s=timeout_s)
+                wire = self._live
+            self._send(wire, request.frame)
+        return request.future
+
+    def _ask(
+        self, about: FrameType, sessions: Sequence[SessionId], read: Callable[[Frame], T]
+    ) -> T:
+        """The answer to a question."""
+        timeout_s = self._options.stall_timeout_s
+        answer = self._request(question_frame(about, sessions), is_question=True)
+        concurrent.futures.wait([answer], timeout_s)
+        if not answer.done():
+            raise unreachable(self._path, f"a question got no answer in {timeout_s:g} s")
+        return read(answer.result())
 
     def _send(self, wire: Wire | None, frame: bytearray) -> None:
         """Send to a live store; if that fails, the receiving thread sends it again."""
@@ -196,6 +280,8 @@ class RemoteStore:
     def _pass_on(self, frame: Frame) -> None:
         if frame.type is FrameType.ACKNOWLEDGED:
             self._outbox.acknowledge(frame.number, _position(frame))
+        elif frame.type is FrameType.TOLD:
+            self._outbox.tell(frame)
         elif frame.type is FrameType.REFUSED:
             error = read_refusal(frame.fields)
             if isinstance(error, FencedError | StorageError):

@@ -6,10 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
 from perdure.core.errors import PerdureError
 from perdure.core.ids import LogPosition
 from perdure.experience.remote.frames import (
+    APPENDS,
+    QUESTIONS,
     BadFrameError,
     Frame,
     FrameType,
@@ -18,8 +21,16 @@ from perdure.experience.remote.frames import (
 )
 from perdure.experience.remote.handshake import greet
 from perdure.experience.remote.refusals import REFUSALS
-from perdure.experience.remote.replies import Replies
+from perdure.experience.remote.replies import Replies, Reply
 from perdure.experience.remote.requests import read_request
+from perdure.experience.remote.unfinished import (
+    prefixes_answer,
+    read_partials,
+    read_question,
+    read_restart,
+    read_result,
+    results_answer,
+)
 from perdure.experience.remote.wire import Wire
 from perdure.experience.store import ExperienceStore
 
@@ -30,7 +41,7 @@ Report = Callable[[Exception], None]
 
 
 class Connection:
-    """Appends what a worker sends, and answers when it is acknowledged. Two owned threads.
+    """Appends what a worker sends, answers when it is acknowledged. Two owned threads.
 
     A worker that breaks the protocol or goes away ends its connection and nothing else. A full
     queue of the store holds the reader up, and so in the end the worker.
@@ -101,11 +112,11 @@ class Connection:
             self._wire.close()
 
     def _handle(self, frame: Frame) -> None:
-        if frame.type is FrameType.SESSIONS:
+        if frame.type in APPENDS or frame.type in QUESTIONS:
             if self._number and frame.number != self._number + 1:
                 raise BadFrameError(f"request {frame.number} follows {self._number}")
             self._number = frame.number
-            self._replies.add(frame.number, self._append(frame))
+            self._replies.add(frame.number, self._reply_to(frame))
         elif frame.type is FrameType.URGE:
             # The failure of the log reaches the requests that are not answered.
             with contextlib.suppress(PerdureError):
@@ -113,13 +124,41 @@ class Connection:
         else:
             raise BadFrameError(f"a worker does not send {frame.type.name}")
 
-    def _append(self, frame: Frame) -> Future[LogPosition]:
+    def _reply_to(self, frame: Frame) -> Future[Reply]:
         try:
-            request = read_request(frame)
-            if request.sessions is None:
-                return self._store.sessions_done([], settled=request.settled)
-            return self._store.packed_sessions_done(request.sessions, settled=request.settled)
+            return self._tell(frame) if frame.type in QUESTIONS else self._append(frame)
         except REFUSALS as error:
-            refused: Future[LogPosition] = Future()
+            refused: Future[Reply] = Future()
             refused.set_exception(error)
             return refused
+
+    def _append(self, frame: Frame) -> Future[Any]:
+        if frame.type is FrameType.PARTIALS:
+            return self._store.partials(read_partials(frame))
+        if frame.type is FrameType.TOOL_RESULT:
+            return self._store.tool_result(read_result(frame))
+        if frame.type is FrameType.SESSION_RESTARTED:
+            return self._store.append(read_restart(frame))
+        request = read_request(frame)
+        if request.sessions is None:
+            return self._store.sessions_done([], settled=request.settled)
+        return self._store.packed_sessions_done(request.sessions, settled=request.settled)
+
+    def _tell(self, frame: Frame) -> Future[Reply]:
+        """Answer a question once all that the answer has is acknowledged."""
+        sessions = read_question(frame)
+        if frame.type is FrameType.ASK_PREFIXES:
+            told = prefixes_answer(self._store.prefixes(sessions))
+        else:
+            told = results_answer({one: self._store.tool_results(one) for one in sessions})
+        answer: Future[Reply] = Future()
+
+        def tell(durable: Future[LogPosition]) -> None:
+            error = durable.exception()
+            if error is None:
+                answer.set_result(told)
+            else:
+                answer.set_exception(error)
+
+        self._store.urge().add_done_callback(tell)
+        return answer

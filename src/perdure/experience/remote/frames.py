@@ -42,6 +42,19 @@ class FrameType(enum.IntEnum):
     ACKNOWLEDGED = 204
     REFUSED = 205
     FAREWELL = 206
+    PARTIALS = 207
+    TOOL_RESULT = 208
+    SESSION_RESTARTED = 209
+    ASK_PREFIXES = 210
+    ASK_TOOL_RESULTS = 211
+    TOLD = 212
+
+
+APPENDS = frozenset(
+    {FrameType.SESSIONS, FrameType.PARTIALS, FrameType.TOOL_RESULT, FrameType.SESSION_RESTARTED}
+)
+QUESTIONS = frozenset({FrameType.ASK_PREFIXES, FrameType.ASK_TOOL_RESULTS})
+"""Requests that are answered with ``TOLD``, not with ``ACKNOWLEDGED``."""
 
 
 class BadFrameError(Exception):
@@ -71,7 +84,7 @@ def make_frame(
     frame = prepare_record(frame_type, key="", fields=fields, arrays=arrays)
     if len(frame) > MAX_FRAME_BYTES:
         raise ValueError(
-            f"the sessions take {len(frame)} bytes; at most {MAX_FRAME_BYTES} are sent at once"
+            f"the frame takes {len(frame)} bytes; at most {MAX_FRAME_BYTES} are sent at once"
         )
     return frame
 

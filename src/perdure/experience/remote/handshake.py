@@ -22,7 +22,7 @@ from perdure.experience.remote.frames import (
 )
 from perdure.experience.remote.wire import Wire
 
-PROTOCOL = 1
+PROTOCOL = 2
 ANSWER_TIMEOUT_S = 10.0
 """Longest wait for the other end's first frame."""
 
@@ -59,18 +59,35 @@ def greet(wire: Wire, *, run_id: str, incarnation: IncarnationNumber) -> None:
     """
     _say_hello(wire, Hello(PROTOCOL, run_id, incarnation))
     hello = _hear_hello(wire, ANSWER_TIMEOUT_S)
-    if (hello.protocol, hello.run_id) != (PROTOCOL, run_id):
-        raise BadFrameError(f"a worker of run {hello.run_id} (protocol {hello.protocol}) answered")
+    if hello.protocol != PROTOCOL:
+        raise BadFrameError(
+            f"the worker speaks protocol {hello.protocol}, this store protocol {PROTOCOL}: run both"
+            " with one perdure version"
+        )
+    if hello.run_id != run_id:
+        raise BadFrameError(f"a worker of run {hello.run_id} came to run {run_id}")
 
 
-def open_wire(
-    connect: Connect, *, path: Path, run_id: str, timeout_s: float = ANSWER_TIMEOUT_S
-) -> tuple[Wire, IncarnationNumber]:
+def run_behind(path: Path, *, timeout_s: float) -> str | None:
+    """The run whose store listens at ``path``, whatever protocol it speaks; None: there is none."""
+    try:
+        wire = Wire(connect_to(path))
+    except OSError:
+        return None
+    try:
+        return _hear_hello(wire, timeout_s).run_id
+    except (OSError, BadFrameError):
+        return None
+    finally:
+        wire.close()
+
+
+def open_wire(connect: Connect, *, path: Path, run_id: str) -> tuple[Wire, IncarnationNumber]:
     """Connect to the store of a run; also tells which incarnation writes it.
 
     Raises:
         StorageError: Nobody listens there, or whoever does is not a store, or is silent.
-        ConfigError: It is the store of another run.
+        ConfigError: It is the store of another run, or speaks an older protocol.
         FutureFormatError: It speaks a newer protocol.
     """
     try:
@@ -78,7 +95,7 @@ def open_wire(
     except OSError as error:
         raise unreachable(path, f"nobody listens here ({error.strerror or error})") from error
     try:
-        hello = _hear_hello(wire, timeout_s)
+        hello = _hear_hello(wire, ANSWER_TIMEOUT_S)
         _check_hello(hello, path, run_id)
         _say_hello(wire, Hello(PROTOCOL, run_id, hello.incarnation))
     except (OSError, BadFrameError) as error:
@@ -114,6 +131,13 @@ def _check_hello(hello: Hello, path: Path, run_id: str) -> None:
             where=str(path),
             rule=f"run {run_id} was asked for",
             way_out="name the path of that run's store",
+        )
+    if hello.protocol < PROTOCOL:
+        raise ConfigError(
+            f"the store speaks protocol {hello.protocol}, which has no unfinished sessions",
+            where=str(path),
+            rule=f"both ends speak one protocol; this version speaks protocol {PROTOCOL}",
+            way_out="resume the run with this perdure version, or use the one that writes it",
         )
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from perdure.core.errors import StorageError
 from perdure.core.ids import LogPosition
-from perdure.experience.remote.frames import BadFrameError, number_frame
+from perdure.experience.remote.frames import BadFrameError, Frame, number_frame
 from perdure.experience.remote.refusals import Refusal
 from perdure.experience.remote.wire import POLL_S
 
 
 class Request(NamedTuple):
-    """A frame, and the future of its answer; numbers count from 1 without gaps."""
+    """A frame, and the future of its answer; numbers count from 1 without gaps.
+
+    A question is answered by a frame of its own, anything else by the position it is durable at.
+    """
 
     number: int
     frame: bytearray
-    future: Future[LogPosition]
+    future: Future[Any]
+    is_question: bool
 
 
 class Outbox:
@@ -38,7 +43,7 @@ class Outbox:
         self._bytes = 0
         self._newest = 0
 
-    def add(self, frame: bytearray, *, timeout_s: float) -> Request:
+    def add(self, frame: bytearray, *, is_question: bool = False, timeout_s: float) -> Request:
         """Number a frame and keep it until it is answered; waits while there is no room.
 
         Raises:
@@ -54,10 +59,11 @@ class Outbox:
                 )
             self.require_healthy()
             self._newest += 1
-            future: Future[LogPosition] = Future()
+            future: Future[Any] = Future()
             # An append that is on its way cannot be taken back.
             future.set_running_or_notify_cancel()
-            request = Request(self._newest, number_frame(frame, self._newest), future)
+            numbered = number_frame(frame, self._newest)
+            request = Request(self._newest, numbered, future, is_question)
             self._requests.append(request)
             self._bytes += len(frame)
             self.changed.notify_all()
@@ -83,10 +89,19 @@ class Outbox:
         """Everything up to a number is acknowledged.
 
         Raises:
-            BadFrameError: Nothing with that number waits for an answer.
+            BadFrameError: Nothing with that number waits for an answer, or a question does.
         """
-        for request in self._take(number):
+        for request in self._take(number, questions=False):
             request.future.set_result(position)
+
+    def tell(self, frame: Frame) -> None:
+        """The store has answered a question; what came before is answered.
+
+        Raises:
+            BadFrameError: It is not the next to be answered.
+        """
+        (request,) = self._take(frame.number, at_most=1, questions=True)
+        request.future.set_result(frame)
 
     def refuse(self, number: int, error: Refusal) -> None:
         """The store refused a request; those before it are answered.
@@ -108,14 +123,20 @@ class Outbox:
         for request in failed:
             request.future.set_exception(error)
 
-    def _take(self, number: int, *, at_most: int | None = None) -> list[Request]:
-        """Remove the requests up to a number."""
+    def _take(
+        self, number: int, *, at_most: int | None = None, questions: bool | None = None
+    ) -> list[Request]:
+        """Remove the requests up to a number, all of them questions or none (None: either)."""
         with self.changed:
             first = self._requests[0].number if self._requests else self._newest + 1
             last = self._newest if at_most is None else first + at_most - 1
             if not first <= number <= min(last, self._newest):
                 raise BadFrameError(f"an answer to {number} where {first} is the next")
-            taken = [self._requests.popleft() for _ in range(number - first + 1)]
+            taken = list(itertools.islice(self._requests, number - first + 1))
+            if questions is not None and any(one.is_question is not questions for one in taken):
+                raise BadFrameError(f"an answer to {number} that is not of its kind")
+            for _ in taken:
+                self._requests.popleft()
             self._bytes -= sum([len(request.frame) for request in taken])
             self.changed.notify_all()
             return taken

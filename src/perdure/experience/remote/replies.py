@@ -13,21 +13,25 @@ from perdure.experience.remote.wire import POLL_S
 
 _MAX_UNANSWERED = 2**16
 
+Reply = LogPosition | bytearray
+"""Where a request is durable, or the frame, without its number, that answers a question."""
+
 
 class Replies:
     """Answers requests in their order, each as soon as it and all before it are settled.
 
-    One acknowledgement stands for all requests up to its number that were not refused. Thread-safe.
+    One acknowledgement stands for all requests up to its number that were neither refused nor
+    answered by a frame of their own. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._unanswered: deque[tuple[int, Future[LogPosition]]] = deque()
-        self._newest: Future[LogPosition] | None = None
+        self._unanswered: deque[tuple[int, Future[Reply]]] = deque()
+        self._newest: Future[Reply] | None = None
         self._farewell: bytearray | None = None
         self._ended = False
 
-    def add(self, number: int, future: Future[LogPosition]) -> None:
+    def add(self, number: int, future: Future[Reply]) -> None:
         """A request is to be answered; waits while 65,536 are."""
         with self._changed:
             while len(self._unanswered) >= _MAX_UNANSWERED and not self._over():
@@ -62,7 +66,7 @@ class Replies:
                 frames, self._farewell = [self._farewell], None
             return frames
 
-    def _wake(self, future: Future[LogPosition]) -> None:
+    def _wake(self, future: Future[Reply]) -> None:
         del future
         with self._changed:
             self._changed.notify_all()
@@ -80,17 +84,19 @@ class Replies:
         acknowledged: tuple[int, LogPosition] | None = None
         while self._is_due():
             number, future = self._unanswered.popleft()
-            error = future.exception()
-            if error is None:
-                acknowledged = number, future.result()
+            reply = future.exception() or future.result()
+            if isinstance(reply, LogPosition):
+                acknowledged = number, reply
                 continue
+            if isinstance(reply, REFUSALS):
+                reply = refusal_frame(reply)
             # Anything else is a fault of this program, and ends the thread that asks.
-            if not isinstance(error, REFUSALS):
-                raise error
+            elif isinstance(reply, BaseException):
+                raise reply
             if acknowledged is not None:
                 frames.append(_acknowledgement(*acknowledged))
                 acknowledged = None
-            frames.append(number_frame(refusal_frame(error), number))
+            frames.append(number_frame(reply, number))
         if acknowledged is not None:
             frames.append(_acknowledgement(*acknowledged))
         return frames

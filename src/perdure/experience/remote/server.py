@@ -11,11 +11,11 @@ import socket
 import threading
 from pathlib import Path
 
-from perdure.core.errors import ConfigError, PerdureError, RunBusyError, StorageError
+from perdure.core.errors import PerdureError, RunBusyError, StorageError
 from perdure.core.events import EventSink, ignore_events
 from perdure.experience.remote.connection import Connection
 from perdure.experience.remote.frames import BadFrameError
-from perdure.experience.remote.handshake import connect_to, open_wire
+from perdure.experience.remote.handshake import run_behind
 from perdure.experience.remote.wire import POLL_S, Wire
 from perdure.experience.store import ExperienceStore
 
@@ -28,7 +28,7 @@ _PROBE_TIMEOUT_S = 1.0
 
 
 class StoreServer:
-    """Lets :class:`RemoteStore` in other processes append finished sessions to a store.
+    """Lets :class:`RemoteStore` in other processes append sessions to a store, done or not.
 
     It listens on a Unix socket that only the own user may open. Whoever claimed the run last takes
     the path over from earlier incarnations. Sessions are appended from threads of the server, so
@@ -159,18 +159,11 @@ def _require_free(path: Path, run_id: str) -> None:
             rule="the store listens under a path of its own",
             way_out="name another path, or remove the file",
         )
-    try:
-        wire, _ = open_wire(
-            lambda: connect_to(path), path=path, run_id=run_id, timeout_s=_PROBE_TIMEOUT_S
-        )
-    except StorageError:
-        # Nobody is there: the usual case.
-        return
-    except ConfigError as error:
+    other = run_behind(path, timeout_s=_PROBE_TIMEOUT_S)
+    if other not in (None, run_id):
         raise RunBusyError(
-            error.what,
-            where=error.where,
+            f"the store of run {other} listens here",
+            where=str(path),
             rule="one run listens under a path",
             way_out="name another path",
-        ) from error
-    wire.close()
+        )
