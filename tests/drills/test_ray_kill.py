@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -18,16 +17,15 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from async_cases import BUSY, MODES, POINTS, strike
+from async_cases import BUSY, MODES, ONLY_RESUMED, POINTS, strike
 from cluster_runs import ClusterRun, settings_of
 from drill_tools import KILLED, ForkServer, next_action, run_to_end
-from engine_kills import ENGINE_KILLED
+from engine_kills import killed_engines
 from ray_cluster import QUIET, Cluster
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("ray"), *QUIET]
 VICTIMS = ("controller", "engine", "both", "orphan")
 """Processes that a life loses; an orphan is an engine whose controller has just been killed."""
-ONLY_RESUMED = {"restore_done", "redo_step", "redo_done"}
 
 
 @dataclass(kw_only=True)
@@ -76,9 +74,7 @@ class Drill(ClusterRun):
 
     def _engines_killed(self) -> list[int]:
         """Process ids of those killed at fault points, in all lives."""
-        log = Path(f"{self.run}.child.log")
-        text = log.read_text() if log.exists() else ""
-        return [int(pid) for pid in re.findall(rf"^{ENGINE_KILLED} (\d+) at", text, re.MULTILINE)]
+        return killed_engines(Path(f"{self.run}.child.log"))
 
 
 @pytest.mark.parametrize(
