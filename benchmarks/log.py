@@ -3,14 +3,16 @@
     python benchmarks/log.py [--trajectories N] [--rounds R]
 
 Appending: every store gets the same trajectories of about 6 KB, in groups of 8, and counts one as
-stored when it would survive a loss of power. Perdure's log is handed one group at a time, checks it
-against the life cycle of its group, and commits groups together by itself. The others have no group
-commit. They are measured twice: with a transaction for each group, which is what a program gets
-that needs each group acknowledged, and with transactions of 64 groups put together by hand. They
-take turns, each round in a new directory of the same disk; the best of the rounds counts.
+stored when it would survive a loss of power. Perdure's log checks every session against the life
+cycle of its group, and commits groups together by itself. It is handed 128 sessions in a call, the
+most that a run hands over at once of those that have finished, and once more each group in a call
+of its own. The others have no group commit. They are measured twice: with a transaction for each
+group, which is what a program gets that needs each group acknowledged, and with transactions of 64
+groups put together by hand. They take turns, each round in a new directory of the same disk; the
+best of the rounds counts.
 
-* From a worker: the same from another process, which generated the trajectories and gets them
-  acknowledged over a socket; CPU time is that of both processes.
+* From a worker: the same, 128 sessions in a call, from another process, which generated the
+  trajectories and gets them acknowledged over a socket; CPU time is that of both processes.
 * SQLite: WAL, synchronous=FULL, one row per trajectory.
 * LMDB: synchronous transactions, one value per trajectory; it has no checksums.
 
@@ -61,6 +63,8 @@ from perdure.experience import (
 from perdure.storage import MemoryStorage, PosixStorage
 
 SESSIONS = 8
+TOGETHER = 16
+"""Groups in a call: as many sessions as ``runtime.session_log`` hands over at most."""
 PROMPT_TOKENS = 64
 RESPONSE_TOKENS = 640
 RUN_ID = "0" * 32
@@ -121,12 +125,11 @@ def open_store(directory: Path, groups: int) -> ExperienceStore:
     return store
 
 
-def append_to_perdure(directory: Path, groups: Groups) -> Figure:
+def append_to_perdure(directory: Path, groups: Groups, *, together: int) -> Figure:
     store = open_store(directory, len(groups))
 
     def append() -> None:
-        for number, sessions in enumerate(groups):
-            finish(store, number, sessions)
+        finish_all(store, groups, together=together)
         store.flush(600)
 
     figure = measured(append, directory)
@@ -178,21 +181,27 @@ def work(groups: Groups) -> None:
         print("connected", flush=True)
         sys.stdin.readline()
         started_s, cpu_s = time.perf_counter(), time.process_time()
-        for number, sessions in enumerate(groups):
-            finish(store, number, sessions)
+        finish_all(store, groups, together=TOGETHER)
         store.flush(600)
         seconds, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         print(seconds, cpu_s, flush=True)
         store.close()
 
 
-def finish(
-    store: ExperienceStore | RemoteStore, group: int, sessions: Sequence[Trajectory]
-) -> None:
-    """Log all sessions of a group, and that it is finished."""
-    finished = [FinishedSession(one, 1.0, {"correct": 1.0}) for one in sessions]
-    settled = GroupSettled(GroupId(group), GroupOutcome.FINISHED)
-    store.sessions_done(finished, settled=[settled])
+def finish_all(store: ExperienceStore | RemoteStore, groups: Groups, *, together: int) -> None:
+    """Log all sessions of the groups, and that these are finished, so many groups in a call."""
+    for first in range(0, len(groups), together):
+        finish(store, first, groups[first : first + together])
+
+
+def finish(store: ExperienceStore | RemoteStore, first: int, groups: Groups) -> None:
+    """Log all sessions of groups that follow one another, and that the groups are finished."""
+    finished = [
+        FinishedSession(one, 1.0, {"correct": 1.0}) for sessions in groups for one in sessions
+    ]
+    numbers = range(first, first + len(groups))
+    settled = [GroupSettled(GroupId(number), GroupOutcome.FINISHED) for number in numbers]
+    store.sessions_done(finished, settled=settled)
 
 
 def append_to_sqlite(directory: Path, groups: Groups, *, together: int) -> Figure:
@@ -253,7 +262,8 @@ def compare_appending(groups: Groups, rounds: int) -> dict[str, Figure]:
     """The best figure of every store; those that are not installed are left out."""
     worker = Worker(len(groups))
     stores: dict[str, Callable[[Path, Groups], Figure]] = {
-        "perdure": append_to_perdure,
+        "perdure": partial(append_to_perdure, together=TOGETHER),
+        "perdure, each group": partial(append_to_perdure, together=1),
         "perdure, from a worker": worker.append,
         "SQLite, each group": partial(append_to_sqlite, together=1),
         "SQLite, 64 groups": partial(append_to_sqlite, together=64),
@@ -304,7 +314,7 @@ def write_until_killed(directory: Path, megabytes: int) -> None:
         named = [
             dataclasses.replace(one, session=key) for one, key in zip(sessions, ids, strict=True)
         ]
-        finish(store, group, named)
+        finish(store, group, [named])
     store.flush(600)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from perdure.core.record_types import StopReason
-from perdure.core.trajectories import Array, Segment, Trajectory
+from perdure.core.trajectories import Array, Trajectory
 
 MAX_NUMBER = 2**62
 """Highest id, version or count in a record; what counts on from it still fits."""
@@ -22,8 +22,14 @@ _RESPONSE_BYTES = IDS.itemsize + LOGPROBS.itemsize + MASK.itemsize
 _FEW = 2**27
 """So many tokens certainly fit into a record."""
 _FIELDS = ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons")
-_ARRAYS = ("prompt_ids", "response_ids", "logprobs", "loss_mask")
-_TYPES = (IDS, IDS, LOGPROBS, MASK)
+ARRAYS = {
+    "prompt_ids": (IDS, "prompt_tokens"),
+    "response_ids": (IDS, "response_tokens"),
+    "logprobs": (LOGPROBS, "response_tokens"),
+    "loss_mask": (MASK, "response_tokens"),
+}
+"""Name → type, and the field with the lengths of its rows."""
+_TYPES = tuple([dtype for dtype, _ in ARRAYS.values()])
 _Span = tuple[int, int, int]
 """Version, start and end of a segment."""
 _TEXT_OF = {reason: reason.value for reason in StopReason}
@@ -95,26 +101,36 @@ def checked_columns(trajectories: Sequence[Trajectory]) -> tuple[TrajectoryColum
     not empty and its arrays are in the byte order of the format. What is not a trajectory at all
     may raise ``AttributeError``, ``LookupError``, ``TypeError`` or ``ValueError``.
     """
-    # One loop of plain bytecode costs less than functions mapped over as few rows as a group has.
+    # One loop of plain bytecode costs less than functions mapped over as few rows as a group has,
+    # or called for each row.
     rows: list[tuple[Any, ...]] = []
     well = True
     for one in trajectories:
         key, prompt, response = one.session, one.prompt_ids_P, one.response_ids_T
-        logprobs, mask = one.logprobs_T, one.loss_mask_T
-        group, index, shape, length = key.group, key.index, response.shape, len(response)
-        spans, covered = _spans(one.segments, length)
+        logprobs, mask, segments = one.logprobs_T, one.loss_mask_T, one.segments
+        group, index, size, length = key.group, key.index, len(prompt), len(response)
+        if len(segments) == 1:
+            (only,) = segments
+            version, start, end = span = (only.version, only.start, only.end)
+            plain = type(version) is type(start) is type(end) is int
+            covered = plain and 0 <= version < MAX_NUMBER and start == 0 < end == length
+            spans: Sequence[_Span] = (span,)
+        else:
+            spans = [(some.version, some.start, some.end) for some in segments]
+            covered = _cover(spans, length)
         well = (
             well
             and covered
             and type(group) is type(index) is int
             and 0 <= group | index < MAX_NUMBER
+            and prompt.ndim == response.ndim == logprobs.ndim == mask.ndim == 1
+            and len(logprobs) == len(mask) == length
             and (prompt.dtype, response.dtype, logprobs.dtype, mask.dtype) == _TYPES
-            and logprobs.shape == mask.shape == shape == (length,)
-            and prompt.ndim == 1
-            and length < _FEW > len(prompt)
+            and length < _FEW > size
         )
-        row = (group, index), len(prompt), length, spans, _TEXT_OF[one.stop_reason]
-        rows.append((*row, prompt, response, logprobs, mask))
+        reason = _TEXT_OF[one.stop_reason]
+        row = ((group, index), size, length, spans, reason, prompt, response, logprobs, mask)
+        rows.append(row)
     columns = _columns(rows)
     return (columns if well else _in_format(columns)), well
 
@@ -126,7 +142,7 @@ def _in_format(columns: TrajectoryColumns) -> TrajectoryColumns:
             array.astype(dtype) if np.can_cast(array.dtype, dtype, "equiv") else array
             for array in columns.arrays[name]
         ]
-        for name, dtype in zip(_ARRAYS, _TYPES, strict=True)
+        for name, (dtype, _) in ARRAYS.items()
     }
     return columns._replace(arrays=arrays)
 
@@ -136,19 +152,8 @@ def _columns(rows: Sequence[tuple[Any, ...]]) -> TrajectoryColumns:
     count = len(_FIELDS)
     return TrajectoryColumns(
         dict(zip(_FIELDS, columns[:count], strict=True)),
-        dict(zip(_ARRAYS, columns[count:], strict=True)),
+        dict(zip(ARRAYS, columns[count:], strict=True)),
     )
-
-
-def _spans(segments: Sequence[Segment], length: int) -> tuple[Sequence[_Span], bool]:
-    """Segments as plain numbers, and whether they are, and cover all tokens, of which there are."""
-    if len(segments) == 1:
-        (one,) = segments
-        version, start, end = span = (one.version, one.start, one.end)
-        plain = type(version) is type(start) is type(end) is int
-        return (span,), plain and 0 <= version < MAX_NUMBER and start == 0 < end == length
-    spans = [(one.version, one.start, one.end) for one in segments]
-    return spans, _cover(spans, length)
 
 
 def _cover(spans: Sequence[_Span], length: int) -> bool:

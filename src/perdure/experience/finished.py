@@ -80,13 +80,6 @@ def pack_sessions(sessions: Sequence[FinishedSession]) -> PackedSessions[LooseTr
     return packed
 
 
-def packed_entry(sessions: PackedSessions[PackedTrajectories]) -> Entry | None:
-    """The sessions as one entry; None if a record cannot hold them."""
-    rows = sessions.trajectories
-    fits = len(rows) <= entries.MAX_SESSIONS and rows.nbytes <= entries.MAX_BYTES
-    return Entry(sessions.record, trajectories=rows) if fits or len(rows) == 1 else None
-
-
 def require_loggable(session: FinishedSession) -> None:
     """See that a session can be logged.
 
@@ -116,7 +109,9 @@ def require_loggable(session: FinishedSession) -> None:
         )
 
 
-def session_entries(sessions: PackedSessions[LooseTrajectories]) -> list[Entry]:
+def session_entries(
+    sessions: PackedSessions[LooseTrajectories] | PackedSessions[PackedTrajectories],
+) -> list[Entry]:
     """Entries with the sessions in order, none above the limits of a record."""
     record, rows = sessions
     if len(rows) <= entries.MAX_SESSIONS and rows.nbytes <= entries.MAX_BYTES:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from perdure.core.ids import SessionId
-from perdure.core.trajectories import Trajectory
-from perdure.experience.columns import TrajectoryColumns
+from perdure.core.trajectories import Array, Trajectory
+from perdure.experience.columns import ARRAYS, TrajectoryColumns
 from perdure.experience.payloads import trajectory_in_row
 
 
@@ -30,6 +30,17 @@ class PackedTrajectories:
 
     def __len__(self) -> int:
         return len(self.sessions)
+
+    def part(self, rows: slice) -> PackedTrajectories:
+        """Some of the rows; their arrays are views."""
+        fields, arrays = self.columns
+        cut: dict[str, tuple[Array]] = {}
+        for name, (_, lengths) in ARRAYS.items():
+            start = sum(fields[lengths][: rows.start])
+            end = start + sum(fields[lengths][rows])
+            cut[name] = (arrays[name][0][start:end],)
+        some = TrajectoryColumns({name: column[rows] for name, column in fields.items()}, cut)
+        return PackedTrajectories(some, self.sessions[rows])
 
     def trajectory(self, session: SessionId) -> Trajectory:
         """One of them; its arrays are views."""

@@ -14,7 +14,7 @@ from perdure.core.ids import GroupId, PayloadRef, PolicyVersion, SessionId
 from perdure.core.record_types import RecordType, StopReason, Stream
 from perdure.core.storage_api import Storage
 from perdure.core.trajectories import Array, Segment, Trajectory
-from perdure.experience.columns import IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
+from perdure.experience.columns import ARRAYS, IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
 from perdure.experience.format import (
     Record,
     laid_out,
@@ -103,12 +103,9 @@ def columns_payload(columns: TrajectoryColumns, memory: RecordMemory) -> Payload
     fields, arrays = columns
     group, index = fields["sessions"][0]
     key = f"trajectories/{SessionId(group, index).key()}"
-    prompts, responses = (sum(fields["prompt_tokens"]),), (sum(fields["response_tokens"]),)
     laid = [
-        laid_out("prompt_ids", IDS, prompts, pieces=arrays["prompt_ids"]),
-        laid_out("response_ids", IDS, responses, pieces=arrays["response_ids"]),
-        laid_out("logprobs", LOGPROBS, responses, pieces=arrays["logprobs"]),
-        laid_out("loss_mask", MASK, responses, pieces=arrays["loss_mask"]),
+        laid_out(name, dtype, (sum(fields[lengths]),), pieces=arrays[name])
+        for name, (dtype, lengths) in ARRAYS.items()
     ]
     pieces = record_pieces(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=laid)
     return Payload(key, memory.joined(pieces))

@@ -51,7 +51,6 @@ from perdure.experience.finished import (
     FinishedSession,
     PackedSessions,
     pack_sessions,
-    packed_entry,
     session_entries,
 )
 from perdure.experience.held import HeldExperience
@@ -170,10 +169,9 @@ class ExperienceStore(HeldExperience):
     ) -> Future[LogPosition]:
         """As :meth:`sessions_done`, of sessions that were checked when they were packed."""
         self._appender.wait_for_room()
-        entry = packed_entry(sessions)
         with self._lock:
-            if entry is not None and not self._have_settled(sessions):
-                return self._appender.append_sessions([entry], settled=settled)
+            if not self._have_settled(sessions):
+                return self._appender.append_sessions(session_entries(sessions), settled=settled)
         return self.sessions_done(sessions.unpacked(), settled=settled)
 
     def partials(self, deltas: Sequence[PartialDelta]) -> Future[LogPosition]:

@@ -28,6 +28,8 @@ from perdure.experience.entries import (
 from perdure.experience.record_memory import RecordMemory
 
 _IDLE_S = 0.5
+_MOST_TOGETHER = 4
+"""Every commit gives the interpreter up to callers as often, however much is in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class LogOptions:
     Attributes:
         segment_bytes: A segment that has reached this size is closed between batches.
         linger_s: How long a commit waits for more appends, unless it is urged.
-        commit_bytes: A commit waits no longer once so much is pending, and takes little more.
+        commit_bytes: A commit waits no longer once so much is pending. It takes little more than
+            four times as much, if that has come together behind the one before.
         max_pending_bytes: Above this, ``append`` waits until a commit has made room.
         stall_timeout_s: Longest such wait, and the longest wait for the last commit on closing.
         tries: How often a batch is tried, each time in a new segment.
@@ -160,7 +163,7 @@ class LogWriter:
     def _enqueue(self, fresh: list[PreparedEntry]) -> Future[LogPosition]:
         size = sum([item.size for item in fresh])
         commit_bytes = self._options.commit_bytes
-        if not self._waiting or self._waiting[-1].size >= commit_bytes:
+        if not self._waiting or self._waiting[-1].size >= _MOST_TOGETHER * commit_bytes:
             self._waiting.append(_Batch())
             self._changed.notify_all()
         batch = self._waiting[-1]

@@ -11,7 +11,7 @@ from perdure.core.ids import GroupId, PolicyVersion, SessionId
 from perdure.core.record_codec import record_fields, record_from_fields
 from perdure.core.record_types import RecordType, StopReason
 from perdure.core.trajectories import Array
-from perdure.experience.columns import IDS, LOGPROBS, MASK, MAX_NUMBER, TrajectoryColumns
+from perdure.experience.columns import ARRAYS, MAX_NUMBER, TrajectoryColumns
 from perdure.experience.finished import (
     NOT_PLACED,
     FinishedSession,
@@ -23,13 +23,6 @@ from perdure.experience.packed import PackedTrajectories
 from perdure.experience.remote.frames import MALFORMED, Frame, FrameType, make_frame
 
 _TRAJECTORY_COLUMNS = ("sessions", "prompt_tokens", "response_tokens", "segments", "stop_reasons")
-_ARRAYS = {
-    "prompt_ids": (IDS, "prompt_tokens"),
-    "response_ids": (IDS, "response_tokens"),
-    "logprobs": (LOGPROBS, "response_tokens"),
-    "loss_mask": (MASK, "response_tokens"),
-}
-"""Name → type, and the column that has the lengths of its rows."""
 _STOP_REASONS = {reason.value: reason for reason in StopReason}
 
 
@@ -80,7 +73,7 @@ def _sessions(frame: Frame) -> PackedSessions[PackedTrajectories]:
     """
     fields = frame.fields
     _require_columns(fields)
-    arrays = {name: frame.arrays[name] for name in _ARRAYS}
+    arrays = {name: frame.arrays[name] for name in ARRAYS}
     _require_lengths(fields, arrays)
     versions = [
         _version_range(segments, length)
@@ -128,7 +121,7 @@ def _require_types(values: Iterable[object], *types: type) -> None:
 
 def _require_lengths(fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """See that the arrays are of their types, and as long as the lengths of the rows say."""
-    for name, (dtype, lengths) in _ARRAYS.items():
+    for name, (dtype, lengths) in ARRAYS.items():
         total = sum(fields[lengths])
         if arrays[name].dtype != dtype or arrays[name].shape != (total,):
             found = arrays[name]
