@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from async_cases import note_durable, overrides, prove
-from engine_kills import engines_of
+from engine_kills import engines_of, told_of
 from logged_batches import Acknowledged
 from ray_cluster import Cluster
 
@@ -49,7 +47,7 @@ class ClusterRun:
     @property
     def publications(self) -> int:
         """In all lives."""
-        return len(self.events("published"))
+        return len(told_of(self.run, "published"))
 
     def note_life(self, *, died: bool, served: bool, engines_lost: int = 0) -> None:
         """Assert that it has lost nothing, and note who outlives it.
@@ -67,7 +65,7 @@ class ClusterRun:
 
     def prove_end(self) -> None:
         """Assert of a complete run that who was left was found, nobody is there, all is proven."""
-        found = {event["pid"] for event in self.events("engine_found")}
+        found = {event["pid"] for event in told_of(self.run, "engine_found")}
         assert found >= self.left, "a controller did without an engine that was there"
         self.killed["found"] += len(found)
         deadline_s = time.monotonic() + 60
@@ -78,8 +76,3 @@ class ClusterRun:
 
     def engines(self) -> list[int]:
         return engines_of(self.cluster.process.pid)
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        file = self.run / "events.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [event for event in map(json.loads, lines) if event["event"] == name]
