@@ -9,7 +9,17 @@ from typing import Any
 
 from perdure.agents.expressions import calculate, evaluate
 from perdure.agents.parsing import storable
-from perdure.core.agent_api import Arguments, CallKey, Tool, ToolCall, ToolError, ToolKind
+from perdure.core.agent_api import (
+    Arguments,
+    CallKey,
+    StatefulTool,
+    Tool,
+    ToolCall,
+    ToolError,
+    ToolKind,
+)
+from perdure.core.errors import ConfigError
+from perdure.core.imported import made, members_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,32 @@ TOOLS: Mapping[str, Tool] = MappingProxyType(
     }
 )
 """By name."""
+
+
+def own_tool(source: str) -> Tool:
+    """The tool that the class or function at ``module:Name`` makes without arguments.
+
+    Raises:
+        ConfigError: It cannot be imported, or lacks a member of what its kind promises.
+    """
+    where = f"agent.tools: {source}"
+    tool: Tool = made(source, where=where, members=members_of(Tool))
+    if not isinstance(tool.kind, ToolKind):
+        raise ConfigError(
+            f"its kind is {tool.kind!r}",
+            where=where,
+            rule="the kind says what is done after a crash",
+            way_out="set kind = ToolKind.STATELESS, or that of its state",
+        )
+    lacking = [name for name in members_of(StatefulTool) if not hasattr(tool, name)]
+    if tool.kind is not ToolKind.STATELESS and lacking:
+        raise ConfigError(
+            f"lacks {', '.join(lacking)}",
+            where=where,
+            rule=f"a tool of kind {tool.kind.value} is told of its sessions after a crash",
+            way_out="add it, or set kind = ToolKind.STATELESS",
+        )
+    return tool
 
 
 def accepted(call: ToolCall, tools: Mapping[str, Tool]) -> tuple[Tool, dict[str, Any]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,25 +58,15 @@ def migrate_checkpoint(
 def _load(source: str) -> Migrations:
     """The ``Migrations`` at ``module:name``."""
     from perdure.checkpoint import Migrations
+    from perdure.core.imported import imported
 
-    module, colon, name = source.partition(":")
-    if not colon or not module or not name:
-        raise _refused(source, "is not MODULE:NAME")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except Exception as error:
-        raise _refused(source, f"cannot be imported ({type(error).__name__}: {error})") from error
+    where = f"--with {source}"
+    found = imported(source, where=where)
     if not isinstance(found, Migrations):
-        raise _refused(source, "is not a perdure.checkpoint.Migrations")
+        raise ConfigError(
+            "is not a perdure.checkpoint.Migrations",
+            where=where,
+            rule="it names an object of a module, for example my_script:migrations",
+            way_out="name the Migrations of your script",
+        )
     return found
-
-
-def _refused(source: str, what: str) -> ConfigError:
-    return ConfigError(
-        what,
-        where=f"--with {source}",
-        rule="it names an object of a module, for example my_script:migrations",
-        way_out="correct it, or run the command where the module lies",
-    )

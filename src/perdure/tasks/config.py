@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from perdure.core.imported import is_import_path, made, members_of
 from perdure.core.names import hint
 from perdure.tasks.api import Task
 from perdure.tasks.calculator import CalculatorOptions, calculator
@@ -40,7 +41,9 @@ class TaskConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: str = Field(
-        default="sort_digits", description=f"Name of the task: one of {', '.join(SECTIONS)}."
+        default="sort_digits",
+        description=f"Name of the task: one of {', '.join(SECTIONS)}, or `module:Name` for one of"
+        " your own.",
     )
     digits: DigitsOptions = Field(
         default=DigitsOptions(), description="Options of sort_digits and reverse_digits."
@@ -57,20 +60,23 @@ class TaskConfig(BaseModel):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name not in SECTIONS:
-            raise ValueError(f"unknown task {name!r}; {hint(name, SECTIONS)}")
+        if name not in SECTIONS and not is_import_path(name):
+            raise ValueError(
+                f"unknown task {name!r}; {hint(name, SECTIONS)} (one of your own is module:Name)"
+            )
         return name
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
-        own = SECTIONS[self.name]
+        own = SECTIONS.get(self.name)
+        whose = f"whose section is {own!r}" if own else "which has no section"
         for section in sorted(set(SECTIONS.values()) - {own}):
             if getattr(self, section) != type(self).model_fields[section].default:
                 raise ValueError(
                     f"section {section!r} does not belong to task {self.name!r}, "
-                    f"whose section is {own!r}; leave task.{section} out, or choose its task"
+                    f"{whose}; leave task.{section} out, or choose its task"
                 )
-        if getattr(self, own) is None:
+        if own is not None and getattr(self, own) is None:
             raise ValueError(
                 f"task {self.name!r} needs section {own!r}; give task.{own} (see docs/tasks.md)"
             )
@@ -81,8 +87,12 @@ def make_task(config: TaskConfig, seed: int) -> Task:
     """The task of ``config`` with the run's ``seed``.
 
     Raises:
-        ConfigError: The data or an optional package is missing or does not fit.
+        ConfigError: The data or an optional package is missing or does not fit; a task of the
+            user's own cannot be imported, or lacks a member of :class:`Task`.
     """
+    if config.name not in SECTIONS:
+        where = f"task.name = {config.name}"
+        return made(config.name, seed, where=where, members=members_of(Task))
     return _MAKERS[config.name](config, seed)
 
 

@@ -217,7 +217,7 @@ class LogConfig(Section):
 
 def sections_of_other_tasks(config: RunConfig) -> frozenset[str]:
     """Dotted names of the sections that say nothing about this run."""
-    own = SECTIONS[config.task.name]
+    own = SECTIONS.get(config.task.name)
     return frozenset(f"task.{section}" for section in SECTIONS.values() if section != own)
 
 

@@ -146,6 +146,7 @@ def resume(
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
     require_memory(config, task)
+    config.agent.build()
     with cluster_of(config):
         _execute(
             Launch(
@@ -269,7 +270,11 @@ def _refuse_run(storage: Storage, run_dir: Path) -> None:
 
 
 def _check_fit(config: RunConfig, task: Task) -> None:
-    """Rules that need the task's data: answers fit, enough held-out prompts, enough memory."""
+    """Rules that need the task's data: answers fit, enough held-out prompts, enough memory.
+
+    Tools of the user's own are imported here, before there is a run.
+    """
+    config.agent.build()
     require_memory(config, task)
     require_pretrained_fits(config, task)
     if config.rollout.max_new_tokens < task.max_answer_tokens:
