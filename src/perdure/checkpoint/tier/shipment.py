@@ -178,7 +178,9 @@ class Shipment:
         self._pointer.load()
         if self.head.incarnation != self.incarnation or self.head.sequence == 0:
             # Before anything else: an incarnation that was claimed twice ends here.
-            files = self._store_files(claims(self.storage, self.incarnation))
+            # With the configuration, or a run that dies now could not be resumed elsewhere.
+            paths = claims(self.storage, self.incarnation)
+            files = self._store_files([*paths, *self.context.options.changing])
             self._pointer.swap(lambda head: replace(head, files={**head.files, **files}))
         self.pins.pin(self._pinned(self.head), notes=self._notes())
         self._loaded = True
