@@ -63,6 +63,7 @@ class EngineTraits:
         slots: Requests decoded at once; others wait.
         chunk: Tokens streamed together.
         wrong_digests: So many of its next acknowledgements are wrong.
+        dies_asked: Whether it dies instead of answering that it pauses.
     """
 
     token_s: Callable[[], float]
@@ -73,6 +74,7 @@ class EngineTraits:
     slots: int = SLOTS
     chunk: int = 4
     wrong_digests: int = 0
+    dies_asked: Callable[[], bool] = lambda: False
 
 
 @dataclass
@@ -201,6 +203,9 @@ class FakeEngine:
 
     async def pause(self) -> None:
         await self._answering()
+        if self.traits.dies_asked():
+            self.die()
+            self._check()
         self._paused = True
 
     async def resume(self) -> None:

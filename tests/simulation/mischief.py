@@ -27,6 +27,7 @@ SERVES_AFTER_LATE = "an engine that had acknowledged too late served again"
 GARBLED = "an engine acknowledged a wrong digest"
 SLOW = "a session was slow"
 DIED = "an engine died"
+DIED_ASKED = "an engine died when it was asked to pause"
 WEDGED = "an engine stopped answering"
 RAISED = "the verifier raised"
 HUNG = "the verifier hung"
@@ -115,11 +116,12 @@ _STALE = frozenset(
         (EvictionReason.AGE, EvictionReason.VERSION_SPAN, EvictionReason.VERSION_LAG),
     )
 )
-_ENGINES = frozenset({LATE, SERVES_AFTER_LATE, GARBLED, DIED, WEDGED, QUARANTINED, REPLACED, LENT})
+_REMOTE = frozenset({DIED, WEDGED, REPLACED})
+_ENGINES = frozenset({LATE, SERVES_AFTER_LATE, GARBLED, QUARANTINED, LENT})
 BEFALLS = {
-    "sync": _ALWAYS,
-    "colocate_async": _ALWAYS | _STALE,
-    "separate_async": _ALWAYS | _STALE | _ENGINES,
+    "sync": _ALWAYS | _REMOTE | {DIED_ASKED},
+    "colocate_async": _ALWAYS | _STALE | _REMOTE | {DIED_ASKED},
+    "separate_async": _ALWAYS | _STALE | _REMOTE | _ENGINES,
 }
 """What takes place in some seed of every campaign, by mode."""
 EVERY_FAULT = frozenset(map(of_fault, DISK_FAULTS))

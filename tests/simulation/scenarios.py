@@ -43,6 +43,7 @@ class Scenario:
         engines: Of ``separate_async``.
         shared_engines: Of the other modes.
         deaths: Engines killed on the way.
+        deaths_asked: Engines that die when they are asked to pause.
         wedges: Engines that stop answering on the way.
         replaced: Lost engines are replaced; otherwise one is always left.
         wrong_digests: Publications that one engine acknowledges wrongly.
@@ -62,6 +63,7 @@ class Scenario:
     engines: int = 2
     shared_engines: int = 1
     deaths: int = 0
+    deaths_asked: int = 0
     wedges: int = 0
     replaced: bool = False
     wrong_digests: int = 0
@@ -100,6 +102,8 @@ def drawn(mode: str, seed: int) -> Scenario:
     limits = {} if mode == "sync" else _limits(rng)
     if separate:
         overrides.append(f"rollout.spillover={str(rng.random() < 0.5).lower()}")
+    shared = generator(seed, f"shared engines {mode}")
+    remote = not separate and bool(shared.random() < 0.4)
     sessions = generator(seed, f"sessions {mode}")
     if sessions.random() < 0.15:
         overrides.append("rollout.continue_partials=false")
@@ -111,9 +115,11 @@ def drawn(mode: str, seed: int) -> Scenario:
         endings=tuple(_one_of(rng, tuple(Ending)) for _ in range(lives)),
         rewinds=tuple(life for life in range(2, lives + 2) if rng.random() < 0.1),
         engines=int(rng.integers(1 if replaced else 2, 4)),
-        deaths=int(rng.integers(3)) if separate else 0,
-        wedges=int(rng.integers(2)) if separate else 0,
-        replaced=separate and replaced,
+        shared_engines=int(shared.integers(1, 3)) if remote else 1,
+        deaths=int((rng if separate else shared).integers(3)) if separate or remote else 0,
+        deaths_asked=int(shared.integers(3)) if remote else 0,
+        wedges=int((rng if separate else shared).integers(2)) if separate or remote else 0,
+        replaced=replaced if separate else remote,
         wrong_digests=int(rng.integers(3)) if separate else 0,
         late=0.2 if separate and rng.random() < 0.3 else 0.0,
         slow=0.05 if rng.random() < 0.3 else 0.0,

@@ -25,7 +25,7 @@ from fakes import (
     paces,
 )
 from logged_batches import Acknowledged
-from mischief import DIED, DISK_FAULTS, HUNG, RAISED, WEDGED, Witness
+from mischief import DIED, DIED_ASKED, DISK_FAULTS, HUNG, RAISED, WEDGED, Witness
 from scenarios import Ending, Scenario
 from sim_checks import check_counts, check_reasons, check_tools, check_weights
 from sim_tools import Outside, with_tools
@@ -94,6 +94,7 @@ class World:
         self.task.failing, self.task.hanging = scenario.failing, scenario.hanging
         self.outside = Outside(lambda key: key in self.acknowledged.results, self.witness)
         self.deaths = scenario.deaths
+        self.deaths_asked = scenario.deaths_asked
         self.wedges = scenario.wedges
         self.events: list[tuple[str, dict[str, object]]] = []
         self._store: ExperienceStore | None = None
@@ -221,6 +222,7 @@ class World:
                 if self.rng.random() < scenario.late
                 else speed
             ),
+            dies_asked=self._dies_asked,
         )
         return FakeEngine(
             traits,
@@ -228,6 +230,13 @@ class World:
             witness=self.witness,
             on_late=self._require_quarantined,
         )
+
+    def _dies_asked(self) -> bool:
+        if not self.deaths_asked or self.rng.random() > 0.3:
+            return False
+        self.deaths_asked -= 1
+        self.witness.seen[DIED_ASKED] += 1
+        return True
 
     def _require_quarantined(self, engine: FakeEngine) -> None:
         """It acknowledges after the deadline: until then it is left out, and everybody told."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from logged_batches import logged_records
-from mischief import BEFALLS, CALL_INTERRUPTED, CALL_REPEATED, EVERY_FAULT
+from mischief import BEFALLS, CALL_INTERRUPTED, CALL_REPEATED, DIED_ASKED, EVERY_FAULT
 from scenarios import Ending, Scenario, drawn
 from sim_checks import check_audit
 from sim_world import World
@@ -74,6 +74,15 @@ def test_nobody_waits_for_replacements_while_the_learner_has_the_devices() -> No
     )
     for seed in range(40, 48):
         World(Scenario(seed, "colocate_async", overrides)).run()
+
+
+def test_sessions_wait_for_a_replacement_of_an_engine_lost_in_the_switch_to_training() -> None:
+    # The run ended: requests of the engine that was gone were taken for live ones.
+    for seed in range(3):
+        scenario = Scenario(seed, "colocate_async", deaths_asked=2, replaced=True)
+        world = World(scenario)
+        world.run()
+        assert world.witness.seen[DIED_ASKED] == 2
 
 
 def test_calls_are_cut_short_and_made_once() -> None:

@@ -256,6 +256,43 @@ def test_streams_go_on_over_an_interruption() -> None:
     assert {chunk.version for chunk in late} == {2}
 
 
+@pytest.mark.parametrize("lost_at", ["before", "pause", "abort", "sleep"])
+def test_streams_wait_for_another_engine_if_theirs_is_lost_in_an_interruption(lost_at: str) -> None:
+    class Fragile(RuleEngine):
+        async def _answer(self, verb: str) -> None:
+            if verb == lost_at:
+                self.die()
+                raise EngineLostError("the engine died", where="rule engine")
+            await super()._answer(verb)
+
+    engines: dict[str, RuleEngine] = {"a": Fragile()}
+    late = RuleEngine()
+
+    async def scenario(pool: EnginePool) -> list[GenerationChunk]:
+        read, parts = await start(pool, request_of("read"), 3)
+        unread, _ = await start(pool, request_of("unread"), 1)
+        if lost_at == "before":
+            engines["a"].die()
+        await pool.interrupt()
+        await pool.sleep()
+        assert await pool.next_loss() == "a"
+        pool.add("a", late)
+        await pool.wake()
+        await pool.hold("a")
+        await late.load_weights(PolicyVersion(2), {"digest": "d2"})
+        await pool.admit("a")
+        rest = asyncio.create_task(collect_rest(read))
+        await turns()
+        assert not late.requests
+        await pool.resume()
+        parts += await rest
+        assert await pool.abort(["unread"]) == 1
+        await collect_rest(unread)
+        return parts
+
+    assert tokens_of(drive(engines, scenario)) == expected(request_of())
+
+
 def test_abort_ends_streams_with_engines_at_the_door_and_interrupted() -> None:
     engines = {"a": RuleEngine(idle=True)}
 

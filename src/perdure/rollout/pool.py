@@ -50,7 +50,7 @@ class EnginePool:
         options: PoolOptions | None = None,
     ) -> None:
         self._options = options or PoolOptions()
-        self._roster = Roster(self._options, recall=self._recall)
+        self._roster = Roster(self._options, on_loss=self._bring_back, recall=self._recall)
         self._streams: dict[str, PoolStream] = {}
         self._version = NO_VERSION
         self._lacks = "has no weights"

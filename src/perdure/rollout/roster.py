@@ -41,15 +41,23 @@ class Roster:
 
     Args:
         options: Deadlines.
-        recall: Told of a lost member, in a later turn of the event loop: what it had sent has been
-            taken, and nobody is to wait for more.
+        on_loss: Told of a lost member at once: it has no requests any more.
+        recall: Told of it in a later turn of the event loop: what it had sent has been taken, and
+            nobody is to wait for more.
 
     Attributes:
         paused: The pool's door is shut: silence of engines means nothing.
     """
 
-    def __init__(self, options: PoolOptions, *, recall: Callable[[Member], None]) -> None:
+    def __init__(
+        self,
+        options: PoolOptions,
+        *,
+        on_loss: Callable[[Member], None],
+        recall: Callable[[Member], None],
+    ) -> None:
         self._options = options
+        self._on_loss = on_loss
         self._recall = recall
         self._balancer = Balancer(sticky_requests=options.sticky_requests)
         self._members: dict[str, Member] = {}
@@ -200,6 +208,7 @@ class Roster:
         member.watch.stop()
         self._balancer.remove(member.name)
         self._losses.append(member.name)
+        self._on_loss(member)
         loop = asyncio.get_running_loop()
         loop.call_soon(self._recall, member)
         self.close_engine(member)
