@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -112,6 +114,28 @@ def doctor(directory: Path, *, code: int) -> str:
 def test_a_cluster_that_is_too_small_is_refused(tmp_path: Path, ray_address: str) -> None:
     said = refusal(tmp_path / "run", f"ray.address={ray_address}", "rollout.engines=20")
     assert "21 CPUs are needed, the cluster has 8" in said
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_cluster_is_shown_the_token_that_ray_finds(
+    tmp_path: Path, ray_address: str, own: bool
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    if not own:
+        environment["RAY_AUTH_TOKEN"] = "0" * 64
+    overrides = ["runtime=ray", f"ray.address={ray_address}", "rollout.engines=20"]
+    command = ["train", str(RECIPE), *overrides, "--run", str(tmp_path / "run")]
+    done = subprocess.run(
+        [sys.executable, "-c", "from perdure.cli.entry import main; main()", *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    wanted = "21 CPUs are needed" if own else "way out: set RAY_AUTH_MODE=token, with the cluster's"
+    assert wanted in done.stderr
+    assert done.stderr.count("Unauthenticated") <= 5
 
 
 def test_places_that_others_hold_are_waited_for_and_then_named(

@@ -33,9 +33,14 @@ def cluster_of(config: RunConfig) -> AbstractContextManager[None]:
             rule="engines on a cluster are actors of Ray",
             way_out="pip install 'perdure[ray]', or set runtime=local",
         )
+    from perdure.runtime.ray.token import show_token
+
+    address = config.ray.head()
+    if address is not None:
+        show_token()
     from perdure.runtime.ray.cluster import joined
 
-    return joined(_plan(config), address=config.ray.head())
+    return joined(_plan(config), address=address)
 
 
 def engine_actors(

@@ -14,10 +14,14 @@ import ray
 
 from perdure.core.errors import ConfigError
 from perdure.runtime.ray.head import answers
+from perdure.runtime.ray.token import WAY_OUT, refuses_token
 
 NAMESPACE = "perdure"
 """Of the names of actors and of what the head keeps for us."""
 _ANSWER_TIMEOUT_S = 3.0
+_PATIENCE = "RAY_gcs_server_port_wait_time_s"
+_REFUSALS = "5"
+"""One a second from a head that answers, until Ray takes them for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def join_cluster(plan: PoolPlan, *, address: str | None = None) -> None:
     if not ray.is_initialized():
         if address is not None and not answers(address, timeout_s=_ANSWER_TIMEOUT_S):
             raise _nobody(address, f"nobody has answered for {_ANSWER_TIMEOUT_S:g} s")
-        with _handlers_kept():
+        with _handlers_kept(), _patience(address):
             _connect(address)
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
     if not plan.fits(nodes):
@@ -135,12 +139,35 @@ def _innermost(error: BaseException) -> str:
 
 
 def _nobody(address: str, why: str) -> ConfigError:
+    if refuses_token(why):
+        return ConfigError(
+            f"the cluster at {address} wants a token, and was shown none or another",
+            where="ray.address or RAY_ADDRESS",
+            rule="a cluster that `ray start` has given a token is joined with it",
+            way_out=WAY_OUT,
+        )
     return ConfigError(
         f"no cluster can be joined at {address}: {why}",
         where="ray.address or RAY_ADDRESS",
         rule="the ray runtime joins a cluster that is up",
         way_out="start one with `ray start --head`, or leave both out to start one on this machine",
     )
+
+
+@contextmanager
+def _patience(address: str | None) -> Generator[None]:
+    """A head that was there a moment ago and refuses is not asked for as long as one that starts.
+
+    What the environment says of it stands.
+    """
+    if address is None or _PATIENCE in os.environ:
+        yield
+        return
+    os.environ[_PATIENCE] = _REFUSALS
+    try:
+        yield
+    finally:
+        del os.environ[_PATIENCE]
 
 
 @contextmanager
