@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from perdure import CheckpointEngine, every
 from perdure.cli import main as cli
 from perdure.config import load_config
 from perdure.trainers import launch
@@ -53,7 +55,12 @@ def test_a_live_run_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Monkey
     over = json.loads(status(run, "--json"))
     assert (over["live"], over["why"], over["process"]["ended"]) == (False, [], True)
     assert over["groups"] == {"trained": 24}
-    assert (over["frontier"], over["evictions"]) == (24, {})
+    assert (over["frontier"], over["evictions"], over["complete"]) == (24, {}, True)
+    text = status(run)
+    assert text.startswith(f"{run}: finished; incarnation 1\nglobal step 6 of 6 done, ")
+    assert "taken since" not in text
+    assert "process: ended " in text
+    assert "engine" not in text
     rows = [json.loads(line) for line in (run / "metrics/steps.jsonl").read_text().splitlines()]
     assert [row["metrics"]["frontier"] for row in rows] == [8, 12, 16, 20, 24, 24]
     assert all(row["timings_s"]["wait"] >= 0 for row in rows)
@@ -72,5 +79,94 @@ def test_a_run_without_a_process_says_how_to_go_on(tmp_path: Path) -> None:
     (run / "live.json").unlink()
     text = status(run)
     assert "no process holds it" in text
-    assert "why: no process works on it; go on with `perdure resume`" in text
+    assert f"why: no process works on it; go on with `perdure resume {run}`" in text
     assert "process: has said nothing of itself" in text
+
+
+def test_a_killed_process_is_not_told_of_as_if_it_lived(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    last_word: list[bytes] = []
+
+    def display(name: str, fields: dict[str, object]) -> None:
+        if name == "published" and fields["version"] == 3:
+            last_word.append((run / "live.json").read_bytes())
+            raise RuntimeError("the machine is gone")
+
+    config = load_config(RunConfig, RECIPE, ["learner.supervised.steps=0"])
+    with pytest.raises(RuntimeError):
+        launch.train(config, run, display=display)
+    (run / "live.json").write_bytes(last_word[0])
+    text = status(run)
+    assert "process: gone; its last word " in text
+    assert "serving" not in text
+    assert "in flight" not in text
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_a_healthy_run_has_no_reason_to_stand_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr("perdure.trainers.live_facts.EVERY_S", 0.0)
+    seen: dict[str, dict[str, Any]] = {}
+    lines: list[str] = []
+
+    def display(name: str, fields: dict[str, object]) -> None:
+        if name in ("warm_start_step", "published", "update", "step", "evaluated"):
+            seen[name] = json.loads(status(run, "--json"))
+        if name == "warm_start_step" and fields["step"] == 3:
+            lines.append(status(run))
+
+    launch.train(load_config(RunConfig, RECIPE, [f"mode={mode}"]), run, display=display)
+    assert seen.keys() >= {"warm_start_step", "published", "step"}
+    assert [why for one in seen.values() for why in one["why"] if "engine" in why] == []
+    assert "\nwarm start: step 3 of 12 done, " in lines[0]
+    assert "; no global step of 6 yet\n" in lines[0]
+    assert "\ncheckpoint: none yet\n" in lines[0]
+    assert "why:" not in lines[0]
+
+
+def loop(run: Path, *, leave_at: int = 0, look_at: int = 0) -> list[str]:
+    """A script of 6 steps that saves every second one; what status says in the middle."""
+    said: list[str] = []
+    engine = CheckpointEngine(run, save=every(steps=2))
+    engine.register(weights=np.zeros(4))
+    for step in engine.steps(6):
+        if step == look_at:
+            said.append(status(run))
+        if step == leave_at:
+            break
+    return said
+
+
+def test_the_run_of_a_script_is_told_of_by_its_checkpoints(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (early,) = loop(run, look_at=1, leave_at=1)
+    assert "\nstep 0 saved; steps since are known to the script only\n" in early
+    assert "why:" not in early
+    loop(run, leave_at=4)
+    left = status(run)
+    assert "no process holds it" in left
+    assert "\nstep 2 of 6 saved; steps since are known to the script only\n" in left
+    assert "\ncheckpoint: step-00000002-2, " in left
+    assert left.endswith("why: no process works on it; start the script again\n")
+    assert "a crash or a loss of power costs the steps since the last save, the loss of" in left
+    assert "process: " not in left
+    assert "unknown time" not in left
+    assert json.loads(status(run, "--json"))["global_step"] == 2
+    (live,) = loop(run, look_at=5)
+    assert "a live process holds it" in live
+    assert "why:" not in live
+    over = status(run)
+    assert over.startswith(f"{run}: finished; incarnation 3\nstep 6 of 6 saved\n")
+    assert "why:" not in over
+
+
+def test_a_damaged_checkpoint_of_a_script_is_called_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    loop(run)
+    newest = max((run / "checkpoints").glob("step-*"))
+    (newest / "manifest.json").write_bytes(b"{}")
+    text = status(run)
+    assert f"checkpoint: {newest.name}, which is damaged (" in text
+    assert "step 6 saved;" in text

@@ -15,9 +15,11 @@ from perdure.trainers.config import RunConfig
 from perdure.trainers.mismatch_watch import mismatch_problem
 from perdure.trainers.sampling_rules import sampling_rules
 
-STALE_REFRESHES = 5
-"""A live file that missed so many refreshes is called old."""
+STALE_S = 60.0
+"""A live file that was not refreshed for so long is called old: an update may take a while."""
 _WELL = ("serving", "paused")
+_ASLEEP = "asleep"
+_NO_WEIGHTS = "no weights yet"
 _SILENT_S = 5.0
 """An engine with requests that gives no token for so long is named."""
 
@@ -52,6 +54,7 @@ class RunStatus:
 
     Attributes:
         step: The global step in progress, or the last one if the run is over.
+        last_step: The last step that is done; of a script, the last one that is saved.
         updates_taken: Local updates of the step in progress whose batch is taken.
         groups: Groups in each state that has any.
         frontier: Prompts submitted so far.
@@ -60,9 +63,12 @@ class RunStatus:
         evictions: By reason.
         owed: Evictions that no prompt has replaced yet.
         version: Newest published policy version; ``version_step`` is the step it was made by.
+        unchanged: The newest published weights are those of the last step, whenever it was.
         mismatch: Alarm of the last step, if any.
-        live: What the process said, ``live_age_s`` ago; None if it said nothing.
+        live: What the newest process said, ``live_age_s`` ago; None if it said nothing.
         stale: It should have said something since.
+        script: The run of a script with a loop of its own.
+        warm_step: Steps of the warm start that are done, as far as is known, of ``warm_steps``.
     """
 
     total_steps: int | None
@@ -77,10 +83,14 @@ class RunStatus:
     owed: int
     version: int
     version_step: int | None
+    unchanged: bool
     mismatch: str | None
     live: Mapping[str, Any] | None
     live_age_s: float | None
     stale: bool
+    script: bool
+    warm_step: int
+    warm_steps: int
 
     @property
     def is_complete(self) -> bool:
@@ -94,17 +104,26 @@ def run_status(
     config: RunConfig | None,
     live: Mapping[str, Any] | None,
     now_wall_s: float,
+    script_total: int | None = None,
+    warm_step: int = 0,
 ) -> RunStatus:
     """Put it together.
 
     Args:
-        config: None for the run of a script, which has neither total nor limits.
+        config: None for the run of a script, which has no limits.
         live: What :func:`read_live` found.
+        script_total: Steps of the script, as far as its newest checkpoint says.
+        warm_step: The newest step of the warm start that there is an event of.
     """
-    step = GlobalStep(state.last_step + 1)
-    total = None if config is None else config.trainer.total_steps
-    if total is not None:
-        step = GlobalStep(min(step, total))
+    total = script_total if config is None else config.trainer.total_steps
+    last_step = state.last_step
+    if config is None and state.checkpoints:
+        last_step = GlobalStep(state.checkpoints[-1].step)
+    over = total is not None and last_step >= total
+    step = GlobalStep(last_step if over else last_step + 1)
+    newest = state.incarnations[-1].incarnation if state.incarnations else 0
+    if live is not None and live.get("incarnation", newest) != newest:
+        live = None
     rules = None if config is None else sampling_rules(config)
     blocked_by = decide(state, global_step=step, rules=rules).blocked_by
     oldest = next((group.submitted.group for group in state.table.open()), None)
@@ -112,12 +131,13 @@ def run_status(
     done = state.step_done.get(state.last_step)
     threshold = None if config is None else config.learner.mismatch_alarm
     age_s = None if live is None else max(0.0, now_wall_s - float(live["wall_s"]))
-    every_s = 0.0 if live is None else float(live.get("every_s", 0.0))
+    warm_steps = 0 if config is None else config.learner.supervised.steps
+    logged = max((s for phase, s in state.phase_steps if phase == "warm_start"), default=0)
     return RunStatus(
         total_steps=total,
         step=step,
-        last_step=state.last_step,
-        updates_taken=len(state.updates_of(step)),
+        last_step=last_step,
+        updates_taken=0 if over else len(state.updates_of(step)),
         groups={kind.value: state.counts[kind] for kind in GroupState if state.counts[kind]},
         frontier=state.table.next_data_index,
         oldest=None if oldest is None else _report(state, oldest, step, live),
@@ -126,23 +146,29 @@ def run_status(
         owed=len(state.table.owed),
         version=state.newest_version,
         version_step=None if published is None else published.global_step,
+        unchanged=done is not None and state.version_of(done.policy_digest) == state.newest_version,
         mismatch=done and mismatch_problem(done.metrics, threshold=threshold),
         live=live,
         live_age_s=age_s,
-        stale=age_s is not None and age_s > STALE_REFRESHES * every_s,
+        stale=age_s is not None and age_s > STALE_S,
+        script=config is None,
+        warm_step=max(logged, warm_step),
+        warm_steps=warm_steps,
     )
 
 
-def reasons(status: RunStatus, *, held: bool) -> Iterator[str]:
+def reasons(status: RunStatus, *, held: bool, run: str) -> Iterator[str]:
     """Why nothing moves, the most likely reason first; empty if nothing speaks against it.
 
     Args:
         held: A live process holds the run.
+        run: Its directory.
     """
     if status.is_complete:
         return
     if not held:
-        yield "no process works on it; go on with `perdure resume`"
+        way = "start the script again" if status.script else f"go on with `perdure resume {run}`"
+        yield f"no process works on it; {way}"
         return
     if status.stale:
         activity = str((status.live or {}).get("activity", ""))
@@ -152,13 +178,7 @@ def reasons(status: RunStatus, *, held: bool) -> Iterator[str]:
         )
     live = status.live or {}
     for engine in live.get("engines", ()):
-        if engine["state"] not in _WELL:
-            yield f"engine {engine['name']} is {engine['state']}: {engine['reason']}"
-        elif engine["in_flight"] and engine["silent_s"] >= _SILENT_S:
-            yield (
-                f"engine {engine['name']} has {engine['in_flight']} requests and has been silent"
-                f" for {engine['silent_s']:.0f} s"
-            )
+        yield from _engine_reasons(engine, status)
     for group in status.blocked_by:
         yield f"{group} holds back sampling (sampler.age_policy is wait)"
     awaited, finished = live.get("awaited_groups", 0), status.groups.get("finished", 0)
@@ -167,6 +187,20 @@ def reasons(status: RunStatus, *, held: bool) -> Iterator[str]:
         yield f"the loop waits for {awaited} finished groups, {finished} are there{oldest}"
     if status.mismatch:
         yield f"mismatch: {status.mismatch}"
+
+
+def _engine_reasons(engine: Mapping[str, Any], status: RunStatus) -> Iterator[str]:
+    # Asleep while the learner has the devices, and empty before the first publication: as planned.
+    planned = (_ASLEEP,) if status.version else (_ASLEEP, _NO_WEIGHTS)
+    if engine["state"] == "quarantined" and engine["reason"] in planned:
+        return
+    if engine["state"] not in _WELL:
+        yield f"engine {engine['name']} is {engine['state']}: {engine['reason']}"
+    elif engine["in_flight"] and engine["silent_s"] >= _SILENT_S:
+        yield (
+            f"engine {engine['name']} has {engine['in_flight']} requests and has been silent"
+            f" for {engine['silent_s']:.0f} s"
+        )
 
 
 def _report(
