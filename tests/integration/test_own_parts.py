@@ -21,7 +21,7 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Path]:
     """A working directory of its own, whose modules are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -42,36 +42,36 @@ def perdure(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_task_of_the_documentation_trains_is_asked_and_resumed(workplace: Path) -> None:
+def test_the_task_of_the_documentation_trains_is_asked_and_resumed(folder: Path) -> None:
     (code,) = blocks("tasks.md", "python", "Your own task")
     (recipe,) = blocks("tasks.md", "yaml", "Your own task")
-    (workplace / "mytask.py").write_text(code)
-    (workplace / "largest.yaml").write_text(recipe)
+    (folder / "mytask.py").write_text(code)
+    (folder / "largest.yaml").write_text(recipe)
     small = (*SMALL, "learner.supervised.steps=4")
     assert perdure("train", "largest.yaml", *small)[0] == 0
-    run = workplace / "runs/largest-1"
+    run = folder / "runs/largest-1"
     assert "mytask:largest_digit" in (run / "config.yaml").read_text()
     assert perdure("sample", str(run), "--prompts", "4")[0] == 0
     assert perdure("resume", str(run))[0] == 0
     assert perdure("audit", str(run))[0] == 0
     del sys.modules["mytask"]
-    (workplace / "mytask.py").write_text(code.replace('{"digits": 5}', '{"digits": 6}'))
+    (folder / "mytask.py").write_text(code.replace('{"digits": 5}', '{"digits": 6}'))
     status, said = perdure("resume", str(run))
     assert (status, "the data has changed since the run was started" in said) == (2, True), said
     del sys.modules["mytask"]
-    (workplace / "mytask.py").unlink()
+    (folder / "mytask.py").unlink()
     status, said = perdure("resume", str(run))
     assert status == 2
     assert "cannot be imported (ModuleNotFoundError: No module named 'mytask')" in said
 
 
-def test_the_tool_of_the_documentation_is_called_in_training(workplace: Path) -> None:
+def test_the_tool_of_the_documentation_is_called_in_training(folder: Path) -> None:
     (code,) = blocks("agents.md", "python", "Your own tool")
     # The first call is enough to know which tool answers.
     code = code.replace(
         "left, plus", "import pathlib; pathlib.Path('called').touch()\n        left, plus", 1
     )
-    (workplace / "mytools.py").write_text(code)
+    (folder / "mytools.py").write_text(code)
     shape = (
         "task.calculator={min_digits: 1, max_digits: 1, tool_demonstrations: 1.0}",
         "learner.supervised={steps: 60, batch_size: 32, lr: 1.0e-2}",
@@ -81,7 +81,7 @@ def test_the_tool_of_the_documentation_is_called_in_training(workplace: Path) ->
     recipe = str(ROOT / "recipes/calculator.yaml")
     status, said = perdure("train", recipe, "agent.tools=[mytools:Adder]", *shape, "--run", "own")
     assert status == 0, said
-    assert (workplace / "called").exists()
+    assert (folder / "called").exists()
     assert perdure("audit", "own")[0] == 0
 
 
@@ -111,18 +111,18 @@ TOOL = "agent={loop: tools, tools: ['mytools:Mine']}"
     ],
 )
 def test_what_cannot_be_used_is_one_sentence_before_the_run(
-    workplace: Path, setting: str, code: str | None, said: str
+    folder: Path, setting: str, code: str | None, said: str
 ) -> None:
     if code is not None:
-        (workplace / ("mytask.py" if setting is TASK else "mytools.py")).write_text(code)
+        (folder / ("mytask.py" if setting is TASK else "mytools.py")).write_text(code)
     status, output = perdure("train", str(ROOT / "recipes/tiny.yaml"), setting, "--run", "own")
     assert (status, said in output, "Traceback" in output) == (2, True, False), output
     assert "run the command where the module lies" in output or "kind" in output
-    assert not (workplace / "own").exists()
+    assert not (folder / "own").exists()
 
 
-def test_two_tools_of_one_name_are_refused(workplace: Path) -> None:
-    (workplace / "mytools.py").write_text(blocks("agents.md", "python", "Your own tool")[0])
+def test_two_tools_of_one_name_are_refused(folder: Path) -> None:
+    (folder / "mytools.py").write_text(blocks("agents.md", "python", "Your own tool")[0])
     both = "agent={loop: tools, tools: [calculator, 'mytools:Adder']}"
     status, output = perdure("train", str(ROOT / "recipes/tiny.yaml"), both, "--run", "own")
     assert (status, "two tools are called calculator" in output) == (2, True), output

@@ -46,6 +46,7 @@ def made(source: str, *arguments: object, where: str, members: Iterable[str]) ->
 
     Raises:
         ConfigError: It cannot be imported or called, or lacks a member.
+        PerdureError: Its own, as it raised it.
     """
     maker = imported(source, where=where)
     if not callable(maker):

@@ -29,7 +29,8 @@ from perdure.experience.record_memory import RecordMemory
 
 _IDLE_S = 0.5
 _MOST_TOGETHER = 4
-"""Every commit gives the interpreter up to callers as often, however much is in it."""
+"""A commit may grow to so many ``commit_bytes``: each gives the interpreter up to callers about as
+often, however much is in it."""
 
 
 @dataclass(frozen=True, slots=True)
