@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,35 @@ def test_a_damaged_checkpoint_of_a_script_is_called_so(tmp_path: Path) -> None:
     text = status(run)
     assert f"checkpoint: {newest.name}, which is damaged (" in text
     assert "step 6 saved;" in text
+
+
+def test_a_run_on_a_disk_that_only_reads_can_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, opened = tmp_path / "run", os.open
+    loop(run)
+    refused: list[str] = []
+
+    def only_reads(path: str, flags: int, *rest: int, **how: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            refused.append(str(path))
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return opened(path, flags, *rest, **how)
+
+    monkeypatch.setattr(os, "open", only_reads)
+    assert status(run).startswith(f"{run}: finished; ")
+    assert refused == [str(run / "lock")]
+    (run / "lock").unlink()
+    assert status(run).startswith(f"{run}: finished; ")
+
+
+def test_only_a_run_of_a_like_name_is_proposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop(tmp_path / "runs" / "sep")
+    monkeypatch.chdir(tmp_path)
+    for name, proposed in (("sep2", True), ("nope", False), ("mine", False)):
+        result = CliRunner().invoke(cli.app, ["status", f"runs/{name}"])
+        assert result.exit_code == 6
+        assert ("did you mean 'runs/sep'?" in result.output) is proposed
+        assert "one that was just started is here in a moment" in result.output

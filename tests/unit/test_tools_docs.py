@@ -10,7 +10,7 @@ import settings_page
 import typer.main
 
 from perdure.cli.main import app
-from perdure.config import sections
+from perdure.config import load_config, sections
 from perdure.trainers.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,3 +55,17 @@ def test_every_setting_is_explained() -> None:
 def test_make_demo_and_make_test_come_first() -> None:
     code = [line for line in (ROOT / "README.md").read_text().splitlines() if line[:4] == "    "]
     assert [line.split("#")[0].strip() for line in code[:2]] == ["make demo", "make test"]
+
+
+def test_the_checkpoints_of_the_examples_are_those_that_a_finished_run_keeps() -> None:
+    config = load_config(RunConfig, ROOT / "recipes" / "tiny.yaml")
+    total, every, keep = (
+        config.trainer.total_steps,
+        config.checkpoint.every_steps,
+        config.checkpoint.keep,
+    )
+    kept = {f"step-{step:08}-1" for step in range(0, total + 1, every or 1)[-keep:]}
+    texts = [path.read_text() for path in (ROOT / "src/perdure/cli").glob("*.py")]
+    named = {name for text in texts for name in re.findall(r"step-\d+-\d+", text)}
+    assert named
+    assert named <= kept

@@ -69,7 +69,7 @@ def list_checkpoints(run: RunArgument, *, json: JsonOption = False) -> None:
         typer.echo(NONE_YET)
 
 
-@app.command("show", epilog="Example: perdure ckpt show runs/tiny-1 step-00000020-1")
+@app.command("show", epilog="Example: perdure ckpt show runs/tiny-1 step-00000080-1")
 def show_checkpoint(
     run: RunArgument,
     checkpoint: Annotated[

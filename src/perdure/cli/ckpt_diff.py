@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DIFF_EXAMPLES = (
     "Examples:\n\nperdure ckpt diff runs/tiny-1 runs/tiny-2\n\n"
-    "perdure ckpt diff runs/tiny-1:step-00000010-1 runs/tiny-1:step-00000020-1"
+    "perdure ckpt diff runs/tiny-1:step-00000060-1 runs/tiny-1:step-00000080-1"
 )
 _WIDTH = 48
 """Characters shown of a small value."""

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from perdure.core.storage_api import Storage
 
 EXPORT_EXAMPLES = (
-    "Examples:\n\nperdure ckpt export runs/mine exports/all\n\n"
-    "perdure ckpt export runs/mine:step-00000020-1 exports/policy --component policy"
+    "Examples:\n\nperdure ckpt export runs/tiny-1 exports/all\n\n"
+    "perdure ckpt export runs/tiny-1:step-00000080-1 exports/policy --component policy"
 )
 
 

@@ -13,7 +13,7 @@ from perdure.cli.runs import open_run
 
 PULL_EXAMPLES = (
     "Examples:\n\nperdure ckpt pull s3://bucket/tiny runs/tiny\n\n"
-    "perdure ckpt pull s3://bucket/tiny runs/tiny --checkpoint step-00000020-1"
+    "perdure ckpt pull s3://bucket/tiny runs/tiny --checkpoint step-00000080-1"
 )
 PUSH_EXAMPLES = "Example: perdure ckpt push runs/tiny s3://bucket/tiny"
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VERIFY_EXAMPLES = (
     "Examples:\n\nperdure ckpt verify runs/tiny-1\n\n"
-    "perdure ckpt verify runs/tiny-1 step-00000020-1 --json"
+    "perdure ckpt verify runs/tiny-1 step-00000080-1 --json"
 )
 
 

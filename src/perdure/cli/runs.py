@@ -69,12 +69,15 @@ def _way_out(run_dir: Path) -> str:
     from perdure.config import nearest
 
     folders = dict.fromkeys((run_dir.parent, RUNS_DIR))
-    runs = [str(f.parent) for folder in folders for f in sorted(folder.glob(f"*/{RUN_FILE}"))]
-    close = nearest(str(run_dir), runs)
+    runs = [f.parent for folder in folders for f in sorted(folder.glob(f"*/{RUN_FILE}"))]
+    # Names alone: the folder that all of them share makes any two paths look alike.
+    close = nearest(run_dir.name, [one.name for one in runs])
+    soon = "one that was just started is here in a moment"
     if close is not None:
-        return f"did you mean {close!r}?"
+        found = next(one for one in runs if one.name == close)
+        return f"did you mean {str(found)!r}? ({soon})"
     if runs:
-        return f"use one of: {', '.join(runs)}"
+        return f"use one of: {', '.join(map(str, runs))} ({soon})"
     return (
         "start one with `perdure train RECIPE`; one that was shipped comes back with"
         f" `perdure ckpt pull URL {run_dir}`"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SAMPLE_EXAMPLES = (
     "Examples:\n\nperdure sample runs/tiny-1\n\n"
-    "perdure sample runs/tiny-1 --checkpoint step-00000020-1 --prompts 50"
+    "perdure sample runs/tiny-1 --checkpoint step-00000080-1 --prompts 50"
 )
 EXPORT_EXAMPLES = "Example: perdure export runs/tiny-1 exports/tiny"
 

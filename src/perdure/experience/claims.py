@@ -184,6 +184,9 @@ def claim(
 
 def is_held(storage: Storage) -> bool:
     """Whether a live process holds the run, as far as kernel locks tell."""
+    if not storage.exists(LOCK_FILE):
+        # Whoever claims the run makes it. Asking does not: the disk may be read-only.
+        return _is_held_by_taker(storage)
     lock = storage.lock(LOCK_FILE)
     if lock is None:
         return True

@@ -178,7 +178,7 @@ class PosixStorage:
 
     def lock(self, path: str) -> PosixLock | None:
         with _refusing("lock", path):
-            descriptor = os.open(self.full(path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+            descriptor = _open_lock(self.full(path))
             try:
                 locked = try_lock(descriptor)
             except OSError:
@@ -366,3 +366,13 @@ def _behind(pieces: list[bytes | memoryview], offset: int) -> list[memoryview]:
         rest.append(view[min(offset, view.nbytes) :])
         offset -= min(offset, view.nbytes)
     return rest
+
+
+def _open_lock(path: str) -> int:
+    """A descriptor to lock; one for reading will do where nothing can be written."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES) or not os.path.exists(path):
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
