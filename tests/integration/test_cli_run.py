@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "\nheld-out accuracy 0." in out
     assert "(after the warm start 0." in out
     return folder / "run"
+
+
+def test_a_run_whose_output_nobody_reads_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    overrides = ["mode=separate_async", "deterministic=false", "--run", str(tmp_path / "run")]
+    main = "from perdure.cli.entry import main; main()"
+    read, unread = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-c", main, "train", str(tmp_path / "r.yaml"), *overrides],
+        stdout=unread,
+        stderr=unread,
+        check=False,
+    )
+    os.close(unread)
+    assert done.returncode == 0
+    events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert "run_finished" in [json.loads(line)["event"] for line in events]
 
 
 @pytest.fixture

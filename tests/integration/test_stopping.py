@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -17,6 +19,7 @@ from perdure.storage import FaultyStorage, PosixStorage, StorageFault, StorageFa
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
 from perdure.trainers.launch import Injected
+from perdure.trainers.stopping import StopRequest
 
 RARE = ("checkpoint.every_steps=100", "checkpoint.warm_start_every_steps=100")
 """No checkpoint is due between the first and the last step."""
@@ -47,6 +50,12 @@ def signals_at(
 def train(run: Path, plan: FaultPlan, *overrides: str) -> None:
     config = load_config(RunConfig, RECIPE, overrides)
     launch.train(config, run, injected=Injected(faults=plan))
+
+
+def ends_told(run: Path) -> list[str]:
+    """Why incarnations ended before the training, for whoever has not read their output."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [event["reason"] for event in events if event["event"] == "run_ended"]
 
 
 def state_of(run: Path) -> ExperienceState:
@@ -104,6 +113,7 @@ def test_ctrl_c_says_the_same_with_a_code_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(InterruptError, match=f"Ctrl-C.*perdure resume {run}") as caught:
         train(run, signals_at(FaultPoint.STEP_DONE, 2, signum=signal.SIGINT))
     assert caught.value.exit_code == 130
+    assert ends_told(run) == ["stopped by Ctrl-C; nothing acknowledged is lost"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -129,6 +139,9 @@ def test_a_redo_is_stopped_between_two_of_its_steps(tmp_path: Path, reference: P
     plan = signals_at(FaultPoint.LOCAL_UPDATE_DONE, 4)
     with pytest.raises(StoppedError):
         launch.resume(run, injected=Injected(faults=plan))
+    failed, stopped = ends_told(run)
+    assert failed.startswith("InjectedFault: ")
+    assert stopped.startswith("stopped by SIGTERM")
     assert [(c.phase, c.step) for c in state_of(run).checkpoints][-1] == ("train", 2)
     events = Events()
     launch.resume(run, display=events)
@@ -171,3 +184,29 @@ def test_a_disk_that_refuses_the_last_save_does_not_hold_up_the_stop(
     assert "no checkpoint at the stop" in str(events.of("warning"))
     launch.resume(run)
     assert_same_training(run, reference)
+
+
+def test_a_second_signal_in_a_task_that_nobody_waits_for_is_not_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stop = StopRequest()
+
+    async def struck() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    async def main() -> None:
+        with stop.listening():
+            task = asyncio.get_running_loop().create_task(struck())
+            try:
+                await asyncio.sleep(60)
+            finally:
+                loop = asyncio.get_running_loop()
+                # As the end of a task does whose failure was not fetched.
+                loop.call_exception_handler({"message": "other", "exception": ValueError()})
+                loop.call_exception_handler({"message": "mine", "exception": task.exception()})
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert stop.at_once
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["other"]

@@ -95,3 +95,17 @@ def test_output_that_cannot_be_written_does_not_fail_a_run(
     )
     os.close(output)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_behind_a_reader_that_left_standard_error_fails_nobody_else() -> None:
+    script = (
+        "import sys\n"
+        "from perdure.cli.display import make_display\n"
+        "with make_display(json=False) as display:\n"
+        "    display.note('one')\n"
+        "    print('a library says something', file=sys.stderr, flush=True)\n"
+    )
+    output = unread_pipe()
+    done = subprocess.run([sys.executable, "-c", script], stdout=output, stderr=output, check=False)
+    os.close(output)
+    assert done.returncode == 0

@@ -9,7 +9,7 @@ from typing import Protocol, Self, TextIO
 
 from rich.console import Console
 
-from perdure.cli.output import silence
+from perdure.cli.output import silence, silence_unread
 from perdure.cli.summary import Summary
 from perdure.cli.terminal import TerminalDisplay
 from perdure.core.events import format_event
@@ -87,6 +87,8 @@ class _LineDisplay:
                 self._reader_gone = True
                 if self._stream is sys.stdout:
                     silence(1)
+                    # Behind `2>&1 | head` others would fail at their next line to standard error.
+                    silence_unread()
 
     def __enter__(self) -> Self:
         return self

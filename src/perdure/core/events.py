@@ -9,6 +9,7 @@ FIELDS = MappingProxyType(
     {
         "run_started": ("run", "incarnation", "task"),
         "run_finished": ("run", "incarnation", "global_step", "digest"),
+        "run_ended": ("reason",),
         "claimed": ("incarnation", "parent", "took_over"),
         "log_tail_cut": ("incarnation", "stream", "segment", "bytes", "why"),
         "log_committed": ("records", "bytes", "fsync_ms"),

@@ -37,7 +37,7 @@ from perdure.models.weight_files import write_weights
 from perdure.rollout.embedded import COUNTERS, NO_VERSION
 from perdure.rollout.engine_messages import Inbox, chunk_from, error_from, pack, request_fields
 from perdure.rollout.options import EngineOptions, ProcessOptions
-from perdure.rollout.silence import SilenceWatch
+from perdure.rollout.silence import SilenceWatch, no_sign_of_life
 from perdure.storage import PosixStorage
 
 _KILL_WAIT_S = 5.0
@@ -69,7 +69,9 @@ class ProcessEngine(asyncio.Protocol):
         self._closed = False
         self._watch = SilenceWatch(
             process_options.silence_timeout_s,
-            on_silence=lambda silent_s: self._lose(f"gives no sign of life for {silent_s:.1f} s"),
+            on_silence=lambda silent_s: self._lose(
+                no_sign_of_life(silent_s, process_options.silence_timeout_s)
+            ),
         )
 
     @classmethod

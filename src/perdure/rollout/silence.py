@@ -8,6 +8,11 @@ from collections.abc import Callable
 _GRACE_FRACTION = 0.1
 
 
+def no_sign_of_life(silent_s: float, limit_s: float) -> str:
+    """What is wrong with an engine's process that was silent for longer than its limit."""
+    return f"gives no sign of life for {silent_s:.1f} s (silence_timeout_s = {limit_s:g})"
+
+
 class SilenceWatch:
     """Calls back once when nothing was heard for ``limit_s``, in the event loop's time.
 

@@ -10,6 +10,7 @@ from asyncio import CancelledError
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             options=LogOptions(**launch.config.log.model_dump(), threaded=launch.threads),
         )
         stack.callback(claimed.release)
+        stack.push(partial(_tell_end, launch, events))
         remote = remote_of(
             launch.config.checkpoint,
             clock=launch.clock,
@@ -147,6 +149,24 @@ async def incarnation(launch: Launch) -> AsyncIterator[TrainContext]:
             raise
         launch.stop.complete = True
         _finish(ctx, launch)
+
+
+def _tell_end(
+    launch: Launch,
+    events: EventSink,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    *rest: object,
+) -> None:
+    """Say why an incarnation ends before the training does: its output may have no reader."""
+    del rest
+    if kind is None or launch.stop.complete:
+        return
+    stopped = launch.stop.signum is not None and issubclass(
+        kind, CancelledError | KeyboardInterrupt
+    )
+    reason = launch.stop.error(launch.run_dir).what if stopped else f"{kind.__name__}: {error}"
+    events("run_ended", {"reason": reason})
 
 
 def _open(

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from perdure.core.errors import InterruptError, StoppedError
 
@@ -40,6 +41,7 @@ class StopRequest:
     def listening(self) -> Generator[None]:
         """Turn signals into requests to the current task for the length of the body."""
         self._task = asyncio.current_task()
+        asyncio.get_running_loop().set_exception_handler(self._report)
         before: dict[int, object] = {}
         try:
             for signum in _NAMES:
@@ -89,6 +91,11 @@ class StopRequest:
             self.signum = signum
             if not self._finishing:
                 self._cancel()
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody has fetched is reported; a second signal strikes whichever task runs."""
+        if not (self.at_once and isinstance(context.get("exception"), KeyboardInterrupt)):
+            loop.default_exception_handler(context)
 
     def _cancel(self) -> None:
         assert self._task is not None

@@ -24,7 +24,7 @@ from perdure.core.rollout_api import (
 from perdure.models import ModelConfig, digest_weights
 from perdure.rollout import EngineOptions
 from perdure.rollout.embedded import NO_VERSION
-from perdure.rollout.silence import SilenceWatch
+from perdure.rollout.silence import SilenceWatch, no_sign_of_life
 from perdure.runtime.ray.cluster import NAMESPACE
 from perdure.runtime.ray.object_store import stored_weights
 from perdure.runtime.ray.placement import Placement, kill_named, lost, new_actor
@@ -276,7 +276,7 @@ class RayEngine:
                 self._lose(f"cannot be watched: {error}")
 
     def _fall_silent(self, silent_s: float) -> None:
-        self._lose(f"gives no sign of life for {silent_s:.1f} s")
+        self._lose(no_sign_of_life(silent_s, self._place.silence_timeout_s))
 
     async def _call(self, answer: Awaitable[Any]) -> Any:
         """Wait for an answer, or for the end of the engine."""
