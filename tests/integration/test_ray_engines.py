@@ -344,13 +344,13 @@ def test_an_engine_that_slept_past_its_time_leaves_the_places_to_who_has_them_no
 ) -> None:
     async def main() -> None:
         group = await reserve("run-e", PLAN, incarnation=FIRST, timeout_s=60)
-        place = Placement("slept", group=group, heartbeat_s=0.2, orphan_timeout_s=3)
+        place = Placement("slept", group=group, heartbeat_s=0.2, orphan_timeout_s=6)
         engine = await RayEngine.start(CONFIG, OPTIONS, place, incarnation=FIRST)
         pid = await engine.pid()
         os.kill(pid, signal.SIGSTOP)
         await engine.leave()
         await reserve("run-e", PLAN, incarnation=SECOND, timeout_s=60)
-        await asyncio.sleep(3)
+        await asyncio.sleep(6)
         os.kill(pid, signal.SIGCONT)
         await _ended(pid)
         assert states_of("perdure-run-e") == {"CREATED"}
@@ -361,7 +361,7 @@ def test_an_engine_that_slept_past_its_time_leaves_the_places_to_who_has_them_no
 
 def test_an_engine_whose_maker_dies_before_it_answers_ends(cluster: str) -> None:
     async def main() -> None:
-        place = Placement("unclaimed", orphan_timeout_s=3)
+        place = Placement("unclaimed", orphan_timeout_s=15)
         actor = new_actor(CONFIG, OPTIONS, place, FIRST)
         pid = await actor.pid.remote()
         await _ended(pid)

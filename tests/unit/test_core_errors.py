@@ -65,7 +65,10 @@ def test_an_error_that_is_kept_holds_on_to_nothing_its_functions_held() -> None:
         try:
             raise OSError(5, "no disk")
         except OSError as cause:
-            raise StorageError("cannot write", where="a") from cause
+            # Its cause was never raised, but what that was made of was.
+            unraised = StorageError("cannot sync", where="a")
+            unraised.__cause__ = ExceptionGroup("both", [cause])
+            raise StorageError("cannot write", where="a") from unraised
 
     kept: list[StorageError] = []
     alive: list[weakref.ref[Held]] = []
@@ -75,5 +78,5 @@ def test_an_error_that_is_kept_holds_on_to_nothing_its_functions_held() -> None:
         kept.append(error)
     assert alive[0]() is not None
     assert without_frames(kept[0]) is kept[0]
-    assert isinstance(kept[0].__cause__, OSError)
+    assert isinstance(kept[0].__cause__, StorageError)
     assert alive[0]() is None

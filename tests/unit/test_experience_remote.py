@@ -245,6 +245,24 @@ def test_a_lifecycle_error_arrives_with_its_parts(storage: MemoryStorage, door: 
     worker.close()
 
 
+def test_a_fenced_store_answers_no_question(storage: MemoryStorage, door: Doors) -> None:
+    """What it would tell may have been overtaken in the log of the next incarnation."""
+    store = start_store(storage, groups=1)
+    opened = door.open(store)
+    worker = door.worker()
+    one = SessionId(GroupId(0), 0)
+    assert worker.tool_results(one) == {}
+    start_store(storage.open_as_new_process(), take_over=True).close("took over")
+    with pytest.raises(FencedError, match="incarnation"):
+        worker.tool_results(one)
+    with pytest.raises(FencedError):
+        worker.close()
+    door.now = None
+    opened.server.close()
+    with pytest.raises(FencedError):
+        store.close("fenced")
+
+
 def test_a_fenced_store_says_so_to_its_workers(storage: MemoryStorage, door: Doors) -> None:
     store = start_store(storage, groups=1)
     opened = door.open(store)

@@ -18,6 +18,7 @@ from tier_cases import (
 
 from perdure.checkpoint.tier import ObjectStore, pull, read_head
 from perdure.checkpoint.tier.head import HEAD, Head
+from perdure.checkpoint.tier.objects import Bytes
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
 from perdure.storage import MemoryStorage
 
@@ -184,6 +185,47 @@ def test_without_a_pointer_nothing_is_called_left_over() -> None:
     run.push(gone)
     assert HEAD in [key for action, key in gone.requests if action == "swap"]
     assert not deleted(gone)
+
+
+class Overtaking(BreakingObjects):
+    """A process beside this one announces the next checkpoint, once, while this one's is stored."""
+
+    def __init__(self, objects: ObjectStore, own: str) -> None:
+        super().__init__(objects)
+        self.own = own
+
+    def create(self, key: str, data: Bytes) -> bool:
+        created = super().create(key, data)
+        if key == f"checkpoints/{self.own}/manifest.json":
+            head = read_head(self.objects)
+            assert head.uploading == self.own
+            given_up, self.own = self.own, ""
+            put(
+                self.objects,
+                dataclasses.replace(
+                    head,
+                    uploading="step-00000099-1",
+                    uploading_segments=(),
+                    dropped=(*head.dropped, given_up),
+                    sequence=head.sequence + 1,
+                ),
+            )
+        return created
+
+
+def test_a_checkpoint_that_another_process_gave_up_is_whole_or_not_pointed_to() -> None:
+    objects = memory_objects()
+    run = TieredRun(MemoryStorage())
+    run.train_and_save()
+    run.push(objects)
+    newest = run.train_and_save()
+    overtaking = Overtaking(objects, newest)
+    run.push(overtaking)
+    assert not overtaking.own
+    assert deleted(overtaking), "what was given up has gone, before it was stored once more"
+    report = pull(MemoryStorage(), objects, context=context())
+    assert (report.checkpoint, report.skipped) == (newest, ())
+    assert resumed_elsewhere(objects).restored_step == 2
 
 
 def put(objects: ObjectStore, head: Head) -> None:

@@ -145,9 +145,14 @@ def without_frames(error: E) -> E:
     For an error that is kept: the frames of a traceback keep alive whatever their functions held.
     """
     pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
     while pending:
         one = pending.pop()
-        if one is not None and one.__traceback__ is not None:
-            one.__traceback__ = None
-            pending += [one.__cause__, one.__context__]
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = None
+        pending += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            pending += one.exceptions
     return error

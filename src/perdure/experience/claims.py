@@ -76,7 +76,8 @@ class Claim:
 
 def create_run(storage: Storage, info: RunInfo) -> RunInfo:
     """Write ``run.json`` unless it exists; return what it says. The first of several wins."""
-    _make_dirs(storage)
+    for directory in (INCARNATION_DIR, SEAL_DIR, LOG_DIR):
+        storage.make_dirs(directory)
     value = {
         "format": FORMAT,
         "run_id": info.run_id,
@@ -149,8 +150,6 @@ def claim(
     run = read_run(storage)
     # Whoever made the run may have died before these names were durable.
     storage.sync_dir("")
-    # A copy of a run may lack those that were empty.
-    _make_dirs(storage)
     if run.run_id != run_id:
         raise DamagedError(
             f"this is run {run.run_id}",
@@ -260,11 +259,6 @@ def newest_started(storage: Storage, *, run_id: str, below: int) -> IncarnationN
         if sum(span.records for span in found.control) > 1:
             return incarnation
     return IncarnationNumber(0)
-
-
-def _make_dirs(storage: Storage) -> None:
-    for directory in (INCARNATION_DIR, SEAL_DIR, LOG_DIR):
-        storage.make_dirs(directory)
 
 
 def _check_incarnations(storage: Storage, run_id: str) -> None:

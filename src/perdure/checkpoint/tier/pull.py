@@ -34,7 +34,7 @@ from perdure.checkpoint.tier.objects import ObjectStore, RemoteUnavailableError,
 from perdure.checkpoint.tier.options import TierContext
 from perdure.checkpoint.tier.pieces import files_of, pieces_of, segments_of
 from perdure.checkpoint.tier.pins import Pins
-from perdure.checkpoint.tier.run_files import RUN_FILE, is_settled
+from perdure.checkpoint.tier.run_files import INCARNATION_DIR, RUN_FILE, SEAL_DIR, is_settled
 from perdure.core import sealed_json
 from perdure.core.errors import ConfigError, DamagedError, RunBusyError
 from perdure.core.events import EventSink
@@ -178,6 +178,9 @@ class _Pull:
         Pins(storage).pin(names, notes=notes)
         found, skipped, fetched = self._checkpoint(checkpoint)
         fetched += self.download.run(self._log())
+        # Also where there is no file for them: whoever claims the run writes into them.
+        for folder in (INCARNATION_DIR, SEAL_DIR, LOG_DIR):
+            storage.make_dirs(folder)
         last = [_small(RUN_FILE, head.files[RUN_FILE])]
         others = [_small(path, file) for path, file in head.files.items() if path != RUN_FILE]
         fetched += self.download.run([file for file in others if self._may_replace(file)])

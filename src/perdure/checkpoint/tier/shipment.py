@@ -128,15 +128,16 @@ class Shipment:
         started_s = self.context.clock.monotonic_s()
         try:
             manifest, cut = self._store(record)
-            self._point_to(record, manifest, cut)
+            pointed = self._point_to(record, manifest, cut)
         except (FileNotFoundError, DamagedError):
             self.passed_over.add(record.directory)
             raise
         finally:
             self.pins.end()
-        seconds = self.context.clock.monotonic_s() - started_s
-        fields = {"name": record.directory, "bytes": manifest.bytes, "seconds": seconds}
-        self.context.events("checkpoint_shipped", {"step": record.step, **fields})
+        if pointed:
+            seconds = self.context.clock.monotonic_s() - started_s
+            fields = {"name": record.directory, "bytes": manifest.bytes, "seconds": seconds}
+            self.context.events("checkpoint_shipped", {"step": record.step, **fields})
         self.drop()
         return True
 
@@ -231,7 +232,8 @@ class Shipment:
         upload.run(manifest, data, shared=shared)
         return manifest, shared
 
-    def _point_to(self, record: Checkpointed, manifest: Manifest, cut: Mapping[str, int]) -> None:
+    def _point_to(self, record: Checkpointed, manifest: Manifest, cut: Mapping[str, int]) -> bool:
+        """Name it in the pointer, unless a process beside this one has given it up meanwhile."""
         piece_bytes = self.context.options.piece_bytes
         committed = self._committed_names()
         new = RemoteCheckpoint(
@@ -245,6 +247,8 @@ class Shipment:
         state = self._store_state()
 
         def change(head: Head) -> Head:
+            if new.directory in head.dropped:
+                return state.into(head)
             older = [
                 one
                 for one in head.checkpoints
@@ -265,6 +269,7 @@ class Shipment:
 
         self._pointer.swap(change)
         self._note()
+        return new.directory not in self.head.dropped
 
     def _stay(self, checkpoints: tuple[RemoteCheckpoint, ...]) -> tuple[RemoteCheckpoint, ...]:
         """Those that the rules keep, of committed ones; they are all on the local disk too."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from perdure.core.errors import PerdureError
+from perdure.core.errors import FencedError, PerdureError
 from perdure.core.ids import LogPosition
 from perdure.experience.remote.frames import (
     APPENDS,
@@ -155,6 +155,14 @@ class Connection:
 
         def tell(durable: Future[LogPosition]) -> None:
             error = durable.exception()
+            if error is None and not self._store.is_highest:
+                # Nothing was pending, so no commit has looked.
+                error = FencedError(
+                    "a newer incarnation has the run",
+                    where="experience store",
+                    rule="answers come from the highest incarnation",
+                    way_out="ask the store of that one",
+                )
             if error is None:
                 answer.set_result(told)
             else:

@@ -30,16 +30,17 @@ async def reserve(
         FencedError: They belong to a higher incarnation.
     """
     name, made = f"perdure-{run_id}", False
-    try:
-        group = get_placement_group(name)
+    group = _find(name)
+    if group is not None:
         _take(group, incarnation)
         if [dict(bundle) for bundle in group.bundle_specs] != plan.bundles():
             give_back(group, incarnation=incarnation)
-            raise ValueError(name)
-    except ValueError:
+            group = None
+    if group is None:
         group, made = placement_group(plan.bundles(), name=name, lifetime="detached"), True
-        _take(group, incarnation)
     try:
+        if made:
+            _take(group, incarnation)
         async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
@@ -61,9 +62,16 @@ async def reserve(
 
 def give_back(group: PlacementGroup, *, incarnation: IncarnationNumber) -> None:
     """The places are free, and what runs in them ends; those of somebody else are left alone."""
-    if _owner(group) == incarnation:
+    if _owner(group) in (incarnation, NO_INCARNATION):
         remove_placement_group(group)
         _head().internal_kv_del(_mark(group), True, NAMESPACE.encode())
+
+
+def _find(name: str) -> PlacementGroup | None:
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
 
 
 def _head() -> Any:
@@ -84,7 +92,7 @@ def _take(group: PlacementGroup, incarnation: IncarnationNumber) -> None:
 
 
 def _owner(group: PlacementGroup) -> IncarnationNumber:
-    """The highest that has taken the places; 0: they have been given back."""
+    """The highest that has taken the places; 0: nobody has yet, or they were given back."""
     prefix = _mark(group)
     marks = _head().internal_kv_keys(prefix, NAMESPACE.encode())
     numbers = [int(mark.removeprefix(prefix)) for mark in marks]
