@@ -6,7 +6,7 @@ that they cross process boundaries unchanged.
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 E = TypeVar("E", bound=BaseException)
 
@@ -154,5 +154,5 @@ def without_frames(error: E) -> E:
         one.__traceback__ = None
         pending += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
-            pending += one.exceptions
+            pending += cast("BaseExceptionGroup[BaseException]", one).exceptions
     return error
