@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import experience_records as make
@@ -34,7 +34,7 @@ from perdure.core.errors import (
 )
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import GroupId, SessionId
-from perdure.core.trajectories import Segment
+from perdure.core.trajectories import Segment, SessionPrefix
 from perdure.experience import RemoteOptions
 from perdure.experience.entries import MAX_BYTES
 from perdure.storage.faulty import FaultyStorage, StorageFault, StorageFaultKind
@@ -87,15 +87,25 @@ def test_nothing_is_acknowledged_before_it_is_durable(storage: MemoryStorage, do
     worker.close()
 
 
-def test_nothing_is_told_before_it_is_durable(storage: MemoryStorage, door: Doors) -> None:
+def test_nothing_is_told_before_it_is_durable(
+    storage: MemoryStorage, door: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who went on from a token that a crash takes back would leave a gap."""
     store = start_store(storage, groups=1, options=INLINE)
     door.open(store)
     worker = door.worker()
     piece = make.delta(0, 0, 0, 3)
     store.partials([piece])
+    asked, prefixes = threading.Event(), store.prefixes
+
+    def heard(sessions: Sequence[SessionId]) -> dict[SessionId, SessionPrefix]:
+        asked.set()
+        return prefixes(sessions)
+
+    monkeypatch.setattr(store, "prefixes", heard)
     with ThreadPoolExecutor(1) as thread:
         told = thread.submit(worker.prefix, piece.session)
+        assert asked.wait(FLUSH_S)
         refused = worker.tool_result(make.tool_result(9, 0))
         behind = worker.tool_result(make.tool_result(0, 0))
         wait_until(lambda: bool(store.tool_results(piece.session)))

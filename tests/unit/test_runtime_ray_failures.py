@@ -27,7 +27,8 @@ from perdure.core.errors import EngineLostError, InfrastructureError, StorageErr
 from perdure.core.ids import IncarnationNumber, PolicyVersion
 from perdure.models import ModelConfig
 from perdure.rollout import EngineOptions
-from perdure.runtime.ray import head, object_store, ray_engine
+from perdure.runtime.ray import head, object_store, places, ray_engine
+from perdure.runtime.ray.cluster import PoolPlan
 from perdure.runtime.ray.head import watch_head
 from perdure.runtime.ray.object_store import ObjectTransport
 from perdure.runtime.ray.placement import Placement
@@ -208,3 +209,28 @@ def test_a_start_that_is_cancelled_kills_only_what_it_has_made_and_may_have(
         assert killed == ([actor] if made_here and has_run else [])
 
     asyncio.run(main())
+
+
+def test_places_that_cannot_be_marked_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head fails once, just after it has made the group."""
+    group = SimpleNamespace(id=SimpleNamespace(hex=lambda: "ab"))
+    removed: list[object] = []
+
+    def refuse(*_: object) -> None:
+        raise OSError("the head is busy")
+
+    def forget(*_: object) -> None:
+        return None
+
+    def none(*_: object) -> list[bytes]:
+        return []
+
+    marks = SimpleNamespace(internal_kv_put=refuse, internal_kv_keys=none, internal_kv_del=forget)
+    monkeypatch.setattr(places, "_find", lambda name: None)
+    monkeypatch.setattr(places, "_head", lambda: marks)
+    monkeypatch.setattr(places, "placement_group", lambda bundles, **named: group)
+    monkeypatch.setattr(places, "remove_placement_group", removed.append)
+    plan = PoolPlan(engines=1)
+    with pytest.raises(OSError, match="busy"):
+        asyncio.run(places.reserve("run", plan, incarnation=FIRST, timeout_s=1.0))
+    assert removed == [group]
