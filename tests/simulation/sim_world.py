@@ -174,6 +174,7 @@ class World:
             threads=False,
         )
         with start.stop.listening():
+            start.stop.attach()
             async with asyncio.TaskGroup() as owner:
                 others = [
                     owner.create_task(work)

@@ -167,7 +167,8 @@ def resume(
 def _execute(launch: Launch) -> None:
     fix_arithmetic(launch.config)
     try:
-        asyncio.run(_until_stopped(launch))
+        with launch.stop.listening():
+            asyncio.run(_until_stopped(launch))
     except (asyncio.CancelledError, KeyboardInterrupt):
         if launch.stop.signum is None:
             raise
@@ -177,9 +178,9 @@ def _execute(launch: Launch) -> None:
 
 async def _until_stopped(launch: Launch) -> None:
     """One incarnation. A stop cancels it where nothing is half done, and closes the log."""
-    with launch.stop.listening():
-        async with incarnation(launch) as ctx:
-            await MODES[launch.config.mode](ctx)
+    launch.stop.attach()
+    async with incarnation(launch) as ctx:
+        await MODES[launch.config.mode](ctx)
 
 
 def create(config: RunConfig, run_dir: Path, *, injected: Injected) -> Task:

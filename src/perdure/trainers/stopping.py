@@ -39,9 +39,11 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Generator[None]:
-        """Turn signals into requests to the current task for the length of the body."""
-        self._task = asyncio.current_task()
-        asyncio.get_running_loop().set_exception_handler(self._report)
+        """Signals are requests for the length of the body, which runs the event loop.
+
+        Around the loop, not inside it: a second signal tears the loop down from the outside, and
+        what stood before has to be put back after that.
+        """
         before: dict[int, object] = {}
         try:
             for signum in _NAMES:
@@ -54,6 +56,13 @@ class StopRequest:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
+
+    def attach(self) -> None:
+        """From here on a request cancels the current task; one that came before does so now."""
+        self._task = asyncio.current_task()
+        asyncio.get_running_loop().set_exception_handler(self._report)
+        if self.signum is not None:
+            self._cancel()
 
     @asynccontextmanager
     async def finishing(self) -> AsyncGenerator[None]:
@@ -98,7 +107,8 @@ class StopRequest:
             loop.default_exception_handler(context)
 
     def _cancel(self) -> None:
-        assert self._task is not None
+        if self._task is None or self._task.done():
+            return
         self._task.cancel()
         # A loop that waits for input does not look at what a signal handler has done.
         self._task.get_loop().call_soon_threadsafe(lambda: None)
