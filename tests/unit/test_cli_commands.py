@@ -53,6 +53,24 @@ def test_a_mistyped_command_names_the_nearest() -> None:
     assert "Did you mean 'train'?" in err
 
 
+def test_a_task_without_its_file_is_told_of_it_beside_what_is_left_over() -> None:
+    code, _, err = run("train", "recipes/tiny.yaml", "task.name=jsonl")
+    assert code == 2
+    _, name, digits = err.splitlines()
+    assert name.strip() == (
+        'command line: task.name = "jsonl": needs task.jsonl.path, which is missing;'
+        " way out: set task.jsonl.path=FILE (see docs/tasks.md)"
+    )
+    assert digits.startswith("  recipes/tiny.yaml: task.digits = {")
+    assert "task.digits={} does so on the command line" in digits
+    # Both ways out, taken: nothing is left but to read the file.
+    _, _, err = run(
+        "train", "recipes/tiny.yaml", "task.name=jsonl", "task.digits={}", "task.jsonl.path=none"
+    )
+    assert "cannot be read" in err
+    assert "problems" not in err
+
+
 def test_a_missing_recipe_is_one_sentence_and_its_code(tmp_path: Path) -> None:
     code, out, err = run("train", str(tmp_path / "none.yaml"))
     assert (code, out) == (6, "")

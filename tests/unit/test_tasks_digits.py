@@ -96,8 +96,10 @@ def test_options_of_another_task_are_refused():
         TaskConfig.model_validate({"name": "sort_digits", "jsonl": {"path": "x"}})
     with pytest.raises(ValidationError, match="section 'digits' does not belong to task"):
         TaskConfig.model_validate({"name": "add_numbers", "digits": {"max_digits": 5}})
-    with pytest.raises(ValidationError, match="needs section 'jsonl'"):
+    with pytest.raises(ValidationError, match=r"needs task\.jsonl\.path"):
         TaskConfig(name="jsonl")
+    with pytest.raises(ValidationError, match=r"needs task\.reasoning_gym\.dataset"):
+        TaskConfig(name="reasoning_gym")
 
 
 def test_a_resolved_config_is_accepted_again():

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from perdure.core.imported import is_import_path, made, members_of
 from perdure.core.names import hint
@@ -33,6 +41,10 @@ SECTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Task name → the section of :class:`TaskConfig` that holds its options."""
+_REQUIRED: Mapping[str, str] = MappingProxyType(
+    {"jsonl": "path=FILE", "reasoning_gym": "dataset=NAME"}
+)
+"""Section without a default → the setting in it that a task cannot do without."""
 
 
 class TaskConfig(BaseModel):
@@ -68,19 +80,44 @@ class TaskConfig(BaseModel):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
+        problems = [*self._missing(), *self._left_over()]
+        if problems:
+            raise ValidationError.from_exception_data("task", problems)
+        return self
+
+    def _missing(self) -> Iterator[InitErrorDetails]:
+        own = SECTIONS.get(self.name)
+        if own is not None and getattr(self, own) is None:
+            setting = _REQUIRED[own]
+            key = setting.partition("=")[0]
+            yield _problem(
+                "name",
+                self.name,
+                f"needs task.{own}.{key}, which is missing; set task.{own}.{setting}"
+                " (see docs/tasks.md)",
+            )
+
+    def _left_over(self) -> Iterator[InitErrorDetails]:
+        """Sections of other tasks: their settings would do nothing."""
         own = SECTIONS.get(self.name)
         whose = f"whose section is {own!r}" if own else "which has no section"
         for section in sorted(set(SECTIONS.values()) - {own}):
-            if getattr(self, section) != type(self).model_fields[section].default:
-                raise ValueError(
-                    f"section {section!r} does not belong to task {self.name!r}, "
-                    f"{whose}; leave task.{section} out, or choose its task"
+            found, default = getattr(self, section), type(self).model_fields[section].default
+            if found != default:
+                empty = "null" if default is None else "{}"
+                yield _problem(
+                    section,
+                    found.model_dump(mode="json", exclude_defaults=True),
+                    f"section {section!r} does not belong to task {self.name!r}, {whose};"
+                    f" leave task.{section} out (task.{section}={empty} does so on the command"
+                    " line), or choose its task",
                 )
-        if own is not None and getattr(self, own) is None:
-            raise ValueError(
-                f"task {self.name!r} needs section {own!r}; give task.{own} (see docs/tasks.md)"
-            )
-        return self
+
+
+def _problem(field: str, value: object, sentence: str) -> InitErrorDetails:
+    """What is wrong with one field: the rule, and behind a semicolon the way out."""
+    error = PydanticCustomError("value_error", sentence)  # pyright: ignore[reportArgumentType]
+    return InitErrorDetails(type=error, loc=(field,), input=value)
 
 
 def make_task(config: TaskConfig, seed: int) -> Task:
