@@ -35,9 +35,12 @@ POISON = UpdateId(GlobalStep(3), LocalUpdate(1))
 
 def cut_off(run: Path, *overrides: str, point: FaultPoint, hit: int) -> None:
     """Start a run that ends at a fault point."""
-    plan = FaultPlan([FaultRule(point, hit, FaultAction.RAISE)])
     with pytest.raises(InjectedFault):
-        launch.train(load_config(RunConfig, RECIPE, overrides), run, injected=Injected(faults=plan))
+        launch.train(load_config(RunConfig, RECIPE, overrides), run, injected=ends_at(point, hit))
+
+
+def ends_at(point: FaultPoint, hit: int) -> Injected:
+    return Injected(faults=FaultPlan([FaultRule(point, hit, FaultAction.RAISE)]))
 
 
 def state_of(run: Path) -> ExperienceState:
@@ -277,6 +280,26 @@ def test_other_bits_stop_a_deterministic_warm_start(
     monkeypatch.setattr(LocalLearner, "supervised_step", _drifting(LocalLearner.supervised_step))
     with pytest.raises(RedoDivergedError, match="warm start step 4"):
         launch.resume(run)
+
+
+def test_a_warm_start_that_no_checkpoint_holds_is_said_to_begin_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first, second, third = Events(), Events(), Events()
+    cut_off(run, point=FaultPoint.WARM_START_STEP, hit=3)
+    later = ends_at(FaultPoint.WARM_START_STEP, 5)
+    with pytest.raises(InjectedFault):
+        launch.resume(run, ["checkpoint.warm_start_every_steps=9"], display=first, injected=later)
+    assert first.of("warm_start_again") == [{"logged_step": 0}]
+    later = ends_at(FaultPoint.WARM_START_STEP, 7)
+    with pytest.raises(InjectedFault):
+        launch.resume(run, display=second, injected=later)
+    assert second.of("warm_start_again") == [{"logged_step": 4}]
+    launch.resume(run, display=third)
+    assert third.of("restored"), "a checkpoint of the warm start was there"
+    assert not third.of("warm_start_again")
+    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    again = [row["logged_step"] for row in rows if row["event"] == "warm_start_again"]
+    assert again == [0, 4]
 
 
 def test_a_batch_that_raises_twice_is_set_aside(

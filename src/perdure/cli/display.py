@@ -31,6 +31,7 @@ _SHOWN = frozenset(
         "redone",
         "redo_finished",
         "warm_start",
+        "warm_start_again",
         "step",
         "engine_lost",
         "engine_replaced",

@@ -46,6 +46,11 @@ def _committed(fields: Fields) -> str:
     return f"checkpoint {fields['name']} saved: {_bytes(fields['bytes'])} in {seconds:.2f} s"
 
 
+def _warm_start_again(fields: Fields) -> str:
+    logged = f"; its log reaches step {step}" if (step := fields["logged_step"]) else ""
+    return f"no checkpoint was saved before: the warm start begins again{logged}"
+
+
 def _rewound(fields: Fields) -> str:
     step, last = fields["step"], fields["void_to_step"]
     if step == last:
@@ -116,6 +121,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str | None]] = MappingProxyType(
             f"warm start step {f['step']:>5}  loss {_float(f['loss']):.3f}"
             f"  {_float(f['seconds']):.1f} s"
         ),
+        "warm_start_again": _warm_start_again,
         "engine_lost": lambda f: f"{f['engine']} is lost: {f['reason']}",
         "engine_replaced": lambda f: (
             f"{f['engine']} is replaced after {_float(f['seconds']):.1f} s"

@@ -33,6 +33,7 @@ FIELDS = MappingProxyType(
         "redo_started": ("from_step", "to_step"),
         "redone": ("global_step", "digest", "equal"),
         "redo_finished": ("local_updates", "seconds"),
+        "warm_start_again": ("logged_step",),
         "warm_start_step": ("step",),
         "warm_start": ("step", "loss", "seconds"),
         "step": ("global_step", "reward", "seconds"),

@@ -13,6 +13,8 @@ from perdure.trainers.context import TrainContext
 from perdure.trainers.redo import diverged
 from perdure.trainers.saving import stage_checkpoint
 
+_PHASE = "warm_start"
+
 
 async def warm_start(ctx: TrainContext) -> None:
     """Train on demonstrations from where the progress stands; then freeze the reference policy.
@@ -26,6 +28,8 @@ async def warm_start(ctx: TrainContext) -> None:
     if ctx.progress.training:
         return
     config = ctx.config.learner.supervised
+    if config.steps and not ctx.progress.warm_start_step:
+        _announce_repetition(ctx)
     for step in range(ctx.progress.warm_start_step, config.steps):
         with ctx.timed("warm_start"):
             first = step * config.batch_size
@@ -45,9 +49,17 @@ async def warm_start(ctx: TrainContext) -> None:
         ctx.progress.training = 1
 
 
+def _announce_repetition(ctx: TrainContext) -> None:
+    """Say that the steps of earlier incarnations are repeated, since no checkpoint holds them."""
+    state = ctx.store.state
+    if len(state.incarnations) > 1:
+        logged = max((step for phase, step in state.phase_steps if phase == _PHASE), default=0)
+        ctx.events("warm_start_again", {"logged_step": logged})
+
+
 async def _log_progress(ctx: TrainContext, done: int, metrics: dict[str, float]) -> None:
     record = PhaseStep(
-        phase="warm_start",
+        phase=_PHASE,
         step=done,
         digest=await ctx.runtime.state_digest(),
         metrics=metrics,
