@@ -7,19 +7,22 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from drill_tools import RECIPE
+from drill_tools import RECIPE, Events
 from ray_cluster import QUIET, a_cluster
 from typer.testing import CliRunner
 
 from perdure.audit import audit_run
 from perdure.cli.main import app
 from perdure.config import load_config
+from perdure.core.clock import SystemClock
 from perdure.core.errors import ConfigError, InfrastructureError
+from perdure.core.events import EventSink, ignore_events
 from perdure.core.ids import IncarnationNumber
 from perdure.experience import read_experience
 from perdure.runtime.ray.cluster import PoolPlan, joined
@@ -28,16 +31,18 @@ from perdure.runtime.ray.places import give_back, reserve
 from perdure.storage import PosixStorage
 from perdure.trainers import launch
 from perdure.trainers.config import RunConfig
+from perdure.trainers.launch import Injected
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray"), *QUIET]
 FIRST = IncarnationNumber(1)
 FAST = ("rollout.process.heartbeat_s=0.2", "rollout.process.silence_timeout_s=2")
 
 
-def refusal(run: Path, *overrides: str) -> str:
+def refusal(run: Path, *overrides: str, display: EventSink = ignore_events) -> str:
     """The sentence; nothing was made."""
+    config = load_config(RunConfig, RECIPE, ["runtime=ray", *overrides])
     with pytest.raises(ConfigError) as refused:
-        launch.train(load_config(RunConfig, RECIPE, ["runtime=ray", *overrides]), run)
+        launch.train(config, run, display=display)
     assert not run.exists()
     return str(refused.value)
 
@@ -60,8 +65,9 @@ def test_a_head_that_is_not_there_is_noticed_in_seconds(tmp_path: Path, silent_p
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed_port = server.getsockname()[1]
     for port in (closed_port, silent_port):
-        began_s = time.monotonic()
-        said = refusal(tmp_path / "run", f"ray.address=127.0.0.1:{port}")
+        began_s, events = time.monotonic(), Events()
+        said = refusal(tmp_path / "run", f"ray.address=127.0.0.1:{port}", display=events)
+        assert events.of("waiting") == [{"what": f"the cluster at 127.0.0.1:{port}", "seconds": 0}]
         assert f"no cluster can be joined at 127.0.0.1:{port}" in said
         assert "ray start --head" in said
         assert time.monotonic() - began_s < 20
@@ -138,6 +144,13 @@ def test_a_cluster_is_shown_the_token_that_ray_finds(
     assert done.stderr.count("Unauthenticated") <= 5
 
 
+class Hurried(SystemClock):
+    """Half a minute passes in a tenth of a second for those who wait."""
+
+    def wait(self, event: threading.Event, timeout_s: float) -> bool:
+        return event.wait(timeout_s / 300)
+
+
 def test_places_that_others_hold_are_waited_for_and_then_named(
     tmp_path: Path, ray_address: str
 ) -> None:
@@ -145,9 +158,14 @@ def test_places_that_others_hold_are_waited_for_and_then_named(
     overrides = ["runtime=ray", f"ray.address={ray_address}", "ray.place_timeout_s=2"]
     with joined(others, address=ray_address):
         group = asyncio.run(reserve("others", others, incarnation=FIRST, timeout_s=60))
+        events, injected = Events(), Injected(clock=Hurried())
+        config = load_config(RunConfig, RECIPE, overrides)
         with pytest.raises(ConfigError, match="no room for 2 CPUs") as refused:
-            launch.train(load_config(RunConfig, RECIPE, overrides), tmp_path / "run")
+            launch.train(config, tmp_path / "run", display=events, injected=injected)
         assert "ray status" in str(refused.value)
+        told = [one["seconds"] for one in events.of("waiting") if "2 CPUs" in str(one["what"])]
+        assert len(told) > 2
+        assert told == sorted(told)
         give_back(group, incarnation=FIRST)
         launch.resume(tmp_path / "run", ["ray.place_timeout_s=60"])
     assert audit_run(tmp_path / "run").ok

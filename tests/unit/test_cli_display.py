@@ -18,6 +18,8 @@ EVENTS: list[tuple[str, dict[str, Any]]] = [
         "run_started",
         {"run": "r", "incarnation": 1, "task": "x", "total_steps": 9, "warm_start_steps": 4},
     ),
+    ("waiting", {"what": "3 CPUs", "seconds": 0.0}),
+    ("waiting", {"what": "3 CPUs", "seconds": 30.04}),
     ("warm_start_again", {"logged_step": 2}),
     ("warm_start", {"step": 2, "loss": 1.25, "seconds": 0.5}),
     ("log_committed", {"records": 3, "bytes": 9, "fsync_ms": 0.1}),
@@ -49,6 +51,8 @@ def test_plain_lines() -> None:
     show(PlainDisplay(stream))
     assert stream.getvalue().splitlines() == [
         "run_started run=r incarnation=1 task=x total_steps=9 warm_start_steps=4",
+        "waiting what=3 CPUs seconds=0",
+        "waiting what=3 CPUs seconds=30.04",
         "warm_start_again logged_step=2",
         "warm_start step=2 loss=1.25 seconds=0.5",
         "redone global_step=1 digest=d equal=True",
@@ -80,6 +84,8 @@ def test_a_terminal_has_a_line_per_global_step() -> None:
     assert "warning: [slow] disk" in text
     assert "run r: x, 9 global steps after a warm start of 4" in text
     assert "step     1  redone d  equal" in text
+    assert "waits for 3 CPUs\n" in text
+    assert "waits for 3 CPUs, for 30 s now\n" in text
     assert "no checkpoint was saved before: the warm start begins again; its log reaches" in text
     assert "=" not in text
     assert "held-out accuracy 0.75 (before training 0.25)" in text

@@ -33,6 +33,7 @@ _SHOWN = frozenset(
         "warm_start",
         "warm_start_again",
         "step",
+        "waiting",
         "engine_lost",
         "engine_replaced",
         "engine_not_replaced",

@@ -64,6 +64,11 @@ def _redone(fields: Fields) -> str:
     return f"step {fields['global_step']:>5}  redone {_short(fields['digest'])}  {verdict}"
 
 
+def _waiting(fields: Fields) -> str:
+    seconds = _float(fields["seconds"])
+    return f"waits for {fields['what']}{f', for {seconds:.0f} s now' if seconds else ''}"
+
+
 def _finished(fields: Fields) -> str:
     return f"finished at step {fields['global_step']}, state {_short(fields['digest'])}"
 
@@ -130,6 +135,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str | None]] = MappingProxyType(
         "engine_quarantined": lambda f: (
             f"{f['engine']} gets no traffic until it has the new weights: {f['reason']}"
         ),
+        "waiting": _waiting,
         "warning": lambda f: f"warning: {f['message']}",
     }
 )

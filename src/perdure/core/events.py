@@ -40,6 +40,7 @@ FIELDS = MappingProxyType(
         "engine_quarantined": ("engine", "reason"),
         "session_retried": ("session", "reason"),
         "published": ("version", "digest", "seconds"),
+        "waiting": ("what", "seconds"),
         "engine_found": ("engine", "pid"),
         "engine_lost": ("engine", "reason"),
         "engine_replaced": ("engine", "seconds"),

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError
+from perdure.core.events import EventSink
 from perdure.models import ModelConfig
 from perdure.rollout import EngineOptions
 from perdure.runtime.fleet import EngineSource
 from perdure.runtime.parts import RuntimeParts
+from perdure.runtime.waits import waiting
 from perdure.trainers.config import RunConfig
 from perdure.trainers.engine_processes import engine_names
 
@@ -18,14 +22,18 @@ if TYPE_CHECKING:
     from perdure.runtime.ray.cluster import PoolPlan
 
 
-def cluster_of(config: RunConfig) -> AbstractContextManager[None]:
+@contextmanager
+def cluster_of(config: RunConfig, *, clock: Clock, events: EventSink) -> Generator[None]:
     """Belong to the cluster of the recipe while the body runs; with the local runtime, to none.
+
+    ``events`` hears what is waited for.
 
     Raises:
         ConfigError: Ray is not installed, no cluster answers, or it is too small.
     """
     if config.runtime == "local":
-        return nullcontext()
+        yield
+        return
     if find_spec("ray") is None:
         raise ConfigError(
             "ray is not installed",
@@ -38,9 +46,13 @@ def cluster_of(config: RunConfig) -> AbstractContextManager[None]:
     address = config.ray.head()
     if address is not None:
         show_token()
-    from perdure.runtime.ray.cluster import joined
+    what = "Ray to start on this machine" if address is None else f"the cluster at {address}"
+    with ExitStack() as stack:
+        with waiting(what, clock=clock, events=events):
+            from perdure.runtime.ray.cluster import joined
 
-    return joined(_plan(config), address=address)
+            stack.enter_context(joined(_plan(config), address=address))
+        yield
 
 
 def engine_actors(

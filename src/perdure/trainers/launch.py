@@ -91,7 +91,7 @@ def train(
         StoppedError: SIGTERM or Ctrl-C came; ``resume`` goes on.
     """
     injected = injected or Injected()
-    with cluster_of(config):
+    with cluster_of(config, clock=injected.clock, events=display):
         task = create(config, run_dir, injected=injected)
         storage = injected.storage_of(run_dir)
         _execute(
@@ -147,7 +147,7 @@ def resume(
     require_same_data(task, info.dataset_digest)
     require_memory(config, task)
     config.agent.build()
-    with cluster_of(config):
+    with cluster_of(config, clock=clock, events=display):
         _execute(
             Launch(
                 run_dir,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ray.util.placement_group import PlacementGroup
@@ -18,6 +19,7 @@ from perdure.runtime.ray.object_store import ObjectTransport
 from perdure.runtime.ray.placement import Placement
 from perdure.runtime.ray.places import give_back, reserve
 from perdure.runtime.ray.ray_engine import RayEngine
+from perdure.runtime.waits import waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,14 @@ class EngineActors:
             orphan_timeout_s=settings.orphan_timeout_s,
         )
         try:
-            engine = await RayEngine.start(
-                self._model,
-                self._options,
-                place,
-                incarnation=self._store.incarnation,
-                has_run=self._has_run,
-            )
+            with self._waiting(f"{name} to start on the cluster", at_once=False):
+                engine = await RayEngine.start(
+                    self._model,
+                    self._options,
+                    place,
+                    incarnation=self._store.incarnation,
+                    has_run=self._has_run,
+                )
         except FencedError:
             self._refused = True
             raise
@@ -139,10 +142,14 @@ class EngineActors:
     async def _places(self) -> PlacementGroup:
         async with self._reserving:
             if self._group is None:
-                self._group = await reserve(
-                    self._run_id,
-                    self._plan,
-                    incarnation=self._store.incarnation,
-                    timeout_s=self._settings.place_timeout_s,
-                )
+                with self._waiting(f"{self._plan.cpus} CPUs of the cluster"):
+                    self._group = await reserve(
+                        self._run_id,
+                        self._plan,
+                        incarnation=self._store.incarnation,
+                        timeout_s=self._settings.place_timeout_s,
+                    )
             return self._group
+
+    def _waiting(self, what: str, *, at_once: bool = True) -> AbstractContextManager[None]:
+        return waiting(what, clock=self._clock, events=self._events, at_once=at_once)
