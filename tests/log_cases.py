@@ -47,7 +47,7 @@ from perdure.experience.entries import Entry
 from perdure.experience.partials import partial_entries, read_tokens, says_the_same
 from perdure.experience.payloads import Payload, PayloadReader, columns_payload
 from perdure.experience.reader import LineageLog, read_lineage
-from perdure.experience.record_memory import RecordMemory
+from perdure.experience.record_memory import MemoryBlocks, RecordMemory
 from perdure.experience.unfinished import PartialBatch
 from perdure.experience.writer import LogOptions, LogWriter
 
@@ -171,7 +171,7 @@ def payload_of(group: int) -> Payload:
 
 def payload_with(trajectories: Sequence[Trajectory]) -> Payload:
     """The payload record of these trajectories."""
-    return columns_payload(checked_columns(trajectories)[0], RecordMemory())
+    return columns_payload(checked_columns(trajectories)[0], RecordMemory(MemoryBlocks()))
 
 
 def keys_of(record: ControlRecord | None) -> list[str]:

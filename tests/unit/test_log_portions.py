@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 
-from log_cases import FLUSH_S, make_claim, make_run, started, submitted
+from log_cases import (
+    FLUSH_S,
+    History,
+    check_contents,
+    controls,
+    kept_keys,
+    make_claim,
+    make_run,
+    open_writer,
+    read_head,
+    session_done,
+    started,
+    submitted,
+)
 
 from perdure.core.clock import ManualClock
+from perdure.core.experience_records import SessionsDone
 from perdure.core.faults import NoFaults
 from perdure.experience.entries import prepare_entry
 from perdure.experience.writer import LogOptions, LogWriter
@@ -30,3 +44,25 @@ def test_log_what_comes_together_is_committed_in_portions() -> None:
     assert list(Counter(map(id, futures)).values()) == [20, 20, 10]
     assert storage.operations == steps + 3 * 2
     assert futures[-1].result() == writer.position
+
+
+def test_log_large_sessions_are_encoded_by_their_caller_and_lie_alone_in_order() -> None:
+    storage = MemoryStorage()
+    make_run(storage)
+    claimed = make_claim(storage)
+    writer, history = open_writer(storage, claimed), History()
+    history.append(writer, [started(claimed)])
+    entries = [session_done(group, 20_000 if group in (1, 4) else 5) for group in range(6)]
+    for entry in entries:
+        history.append(writer, [entry])
+    assert [entry.trajectories is None for entry in entries] == [
+        group in (1, 4) for group in range(6)
+    ]
+    writer.flush(FLUSH_S)
+    log = read_head(storage)
+    check_contents(storage, log)
+    rows = [[s.group for s in r.sessions] for r in controls(log) if isinstance(r, SessionsDone)]
+    assert rows == [[0], [1], [2, 3], [4], [5]]
+    assert history.acknowledged == kept_keys(log)
+    refs = [r.payload for r in controls(log) if isinstance(r, SessionsDone)]
+    assert [entry.ref for entry in entries] == [refs[n] for n in (0, 1, 2, 2, 3, 4)]

@@ -8,7 +8,7 @@ import pytest
 from perdure.core.record_types import RecordType
 from perdure.core.trajectories import Array
 from perdure.experience.format import laid_out, prepare_record, record_pieces
-from perdure.experience.record_memory import RecordMemory
+from perdure.experience.record_memory import MemoryBlocks, RecordMemory
 
 FIELDS = {"actor": "a", "sequence": 1}
 
@@ -33,7 +33,7 @@ def _plain(array: Array) -> bytearray:
     ids=["whole", "with gaps", "empty", "above the largest block"],
 )
 def test_log_record_in_lent_memory_has_the_same_bytes(array: Array) -> None:
-    memory = RecordMemory()
+    memory = RecordMemory(MemoryBlocks())
     for _ in range(3):
         # What an earlier record left in the memory does not show.
         memory.joined(_pieces(np.full(3000, 7, np.int32)))
@@ -42,8 +42,8 @@ def test_log_record_in_lent_memory_has_the_same_bytes(array: Array) -> None:
 
 
 def test_log_records_of_one_commit_do_not_share_memory() -> None:
-    memory = RecordMemory()
-    arrays = [np.full(50, number, np.int32) for number in range(100)]
+    memory = RecordMemory(MemoryBlocks())
+    arrays = [np.full(50, number, np.int32) for number in range(150)]
     for _ in range(2):
         records = [memory.joined(_pieces(array)) for array in arrays]
         assert records == [_plain(array) for array in arrays]
@@ -51,7 +51,7 @@ def test_log_records_of_one_commit_do_not_share_memory() -> None:
 
 
 def test_log_memory_is_lent_again() -> None:
-    memory = RecordMemory()
+    memory = RecordMemory(MemoryBlocks())
     addresses: set[int] = set()
     for _ in range(5):
         record = memory.joined(_pieces(np.arange(50, dtype=np.int32)))
@@ -61,7 +61,7 @@ def test_log_memory_is_lent_again() -> None:
 
 
 def test_log_memory_that_somebody_looks_at_is_not_written_over() -> None:
-    memory = RecordMemory()
+    memory = RecordMemory(MemoryBlocks())
     view = memoryview(memory.joined(_pieces(np.arange(50, dtype=np.int32))))
     memory.take_back()
     with pytest.raises(BufferError):

@@ -24,6 +24,8 @@ MAX_SESSIONS = 1024
 """Sessions in one record, at most."""
 MAX_BYTES = 2**18
 """Bytes of arrays in one record of more than one session, at most."""
+_ALONE_BYTES = MAX_BYTES // 2
+"""Sessions with so many bytes of arrays are not put together with others."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class Entry:
 
     Attributes:
         trajectories: Of a ``SessionsDone`` without payload: what its payload is to be made of, row
-            by row.
+            by row. The writer forgets them when it encodes them at once: an entry is appended once.
         ref: Where the payload lies; set before the future of the append resolves.
         first_row: Row of the payload at which those of this entry begin; set like ``ref``.
         position: End of the control record in the control log; set like ``ref``.
@@ -100,6 +102,19 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
     record = _referring(control)
     size = len(record) + len(payload.record)
     return PreparedEntry(entry, key, size, Records(record, payload.record))
+
+
+def encode_large(item: PreparedEntry, memory: RecordMemory) -> PreparedEntry:
+    """The same with its sessions encoded, if they fill a record more or less by themselves.
+
+    Trajectories are copied into ``memory``.
+    """
+    if item.records is not None or item.size < _ALONE_BYTES:
+        return item
+    records = _encode_sessions([item.entry], memory)
+    # The garbage collector need not look at the columns while they wait.
+    item.entry.trajectories = None
+    return item._replace(records=records)
 
 
 def pack_entries(items: Sequence[PreparedEntry], memory: RecordMemory) -> list[PackedEntries]:

@@ -1,4 +1,4 @@
-"""Memory for the payload records of one commit, used again for those of the next.
+"""Memory for the payload records of one commit, used again for those of a later one.
 
 What a process gets afresh from its kernel is mapped page by page as it is first touched, which
 takes longer than to copy the trajectories.
@@ -7,6 +7,7 @@ takes longer than to copy the trajectories.
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,25 +15,45 @@ from perdure.core.trajectories import Array
 from perdure.experience.format import Record, contiguous, joined, record_length
 
 _LARGEST_BYTES = 2**19
-_LARGEST_COUNT = 64
+_BLOCKS = 128
+
+
+class MemoryBlocks:
+    """128 blocks of up to 512 KiB, lent to commits. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Blocks that have been used lie at the right end: those are lent first.
+        self._free = deque([io.BytesIO() for _ in range(_BLOCKS)])
+
+    def lend(self) -> io.BytesIO | None:
+        """A block, to be written from its start; None: all are lent."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return None
+
+    def take_back(self, block: io.BytesIO) -> None:
+        """Nobody uses the block any more."""
+        block.seek(0)
+        self._free.append(block)
 
 
 class RecordMemory:
-    """Joins the pieces of records. Belongs to one thread.
+    """Joins the pieces of the records of one commit. Belongs to one thread at a time.
 
-    At most 64 blocks of 512 KiB are kept; a larger record, or one more, has memory of its own.
+    A record above 512 KiB, or one for which no block is left, has memory of its own.
     """
 
-    def __init__(self) -> None:
-        self._free: list[io.BytesIO] = []
+    def __init__(self, blocks: MemoryBlocks) -> None:
+        self._blocks = blocks
         self._lent: list[tuple[io.BytesIO, memoryview]] = []
 
     def joined(self, pieces: Sequence[bytes | Array]) -> Record:
         """The bytes of the pieces of one record; valid until :meth:`take_back`."""
         size = record_length(pieces)
-        if size > _LARGEST_BYTES or len(self._lent) == _LARGEST_COUNT:
+        block = self._blocks.lend() if size <= _LARGEST_BYTES else None
+        if block is None:
             return joined(pieces)
-        block = self._free.pop() if self._free else io.BytesIO()
         # The types of numpy do not tell that arrays are buffers.
         buffers: Any = pieces
         try:
@@ -51,6 +72,5 @@ class RecordMemory:
         for block, record in self._lent:
             # To write into one that somebody looks at all the same raises BufferError.
             record.release()
-            block.seek(0)
-            self._free.append(block)
+            self._blocks.take_back(block)
         self._lent.clear()

@@ -22,10 +22,11 @@ from perdure.experience.entries import (
     Entry,
     PackedEntries,
     PreparedEntry,
+    encode_large,
     pack_entries,
     prepare_entry,
 )
-from perdure.experience.record_memory import RecordMemory
+from perdure.experience.record_memory import MemoryBlocks, RecordMemory
 
 _IDLE_S = 0.5
 _MOST_TOGETHER = 4
@@ -64,9 +65,10 @@ class LogOptions:
 class _Batch:
     """What is committed together, and the one future of all its appends."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: MemoryBlocks) -> None:
         self.entries: list[PreparedEntry] = []
         self.size = 0
+        self.memory = RecordMemory(blocks)
         self.future: Future[LogPosition] = Future()
         # Cancelling a wait must not cancel the appends of others.
         self.future.set_running_or_notify_cancel()
@@ -97,7 +99,7 @@ class LogWriter:
         self._committer = Committer(
             storage, claim=claim, clock=clock, faults=faults, events=events, limits=limits
         )
-        self._memory = RecordMemory()
+        self._blocks = MemoryBlocks()
         self._incarnation = claim.incarnation
         self._position = LogPosition(claim.incarnation, 0, 0)
         self._lock = threading.Lock()
@@ -106,7 +108,7 @@ class LogWriter:
         self._waiting: deque[_Batch] = deque()
         self._batch_of: dict[str, _Batch] = {}
         """Key of a record that is pending → its batch."""
-        self._committing = _Batch()
+        self._committing = _Batch(self._blocks)
         self._pending_bytes = 0
         self._last = self._committing
         self._started = False
@@ -165,10 +167,11 @@ class LogWriter:
         size = sum([item.size for item in fresh])
         commit_bytes = self._options.commit_bytes
         if not self._waiting or self._waiting[-1].size >= _MOST_TOGETHER * commit_bytes:
-            self._waiting.append(_Batch())
+            self._waiting.append(_Batch(self._blocks))
             self._changed.notify_all()
         batch = self._waiting[-1]
-        batch.entries += fresh
+        # Here the arrays are still in the caches of the one who made them.
+        batch.entries += [encode_large(item, batch.memory) for item in fresh]
         self._batch_of.update(dict.fromkeys([item.key for item in fresh], batch))
         batch.size += size
         self._pending_bytes += size
@@ -300,9 +303,9 @@ class LogWriter:
                 return False
             batch = self._committing = self._waiting.popleft()
         try:
-            packed = pack_entries(batch.entries, self._memory)
+            packed = pack_entries(batch.entries, batch.memory)
             self._committer.commit(packed)
-            self._memory.take_back()
+            batch.memory.take_back()
             self._acknowledge(batch, packed)
         except BaseException as error:
             self._fail(batch, error)
