@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perdure.cli.output import concerns
-from perdure.core.errors import ConfigError, NothingToResumeError
+from perdure.core.errors import ConfigError, NothingToResumeError, PerdureError
 
 if TYPE_CHECKING:
     from perdure.core.storage_api import Storage
 
 RUNS_DIR = Path("runs")
 RUN_FILE = "run.json"
+_FINISHED = "run_finished"
+_NEIGHBOURS = 16
+"""So many earlier runs are looked at, the newest ones."""
 
 
 def open_run(run_dir: Path) -> Storage:
@@ -59,10 +63,34 @@ def chosen_run_dir(name: str) -> Path:
 
 def new_run_dir(stem: str, parent: Path = RUNS_DIR) -> Path:
     """The first free ``runs/<stem>-<n>``. Starting the run claims it; this only proposes."""
-    number = 1
-    while (parent / f"{stem}-{number}").exists():
-        number += 1
-    return parent / f"{stem}-{number}"
+    return parent / f"{stem}-{len(_earlier(stem, parent)) + 1}"
+
+
+def unfinished_run(stem: str, *, config_digest: str, parent: Path = RUNS_DIR) -> Path | None:
+    """The newest earlier ``runs/<stem>-<n>`` of this configuration that waits to be resumed.
+
+    It is one without the event of its end that no process holds. A neighbour that cannot be read
+    is nobody's concern here: what is wrong with it is said when it is asked for.
+    """
+    from perdure.experience import read_run
+    from perdure.experience.claims import is_held
+    from perdure.runtime.metrics_files import newest_events
+    from perdure.storage import PosixStorage
+
+    for run_dir in reversed(_earlier(stem, parent)[-_NEIGHBOURS:]):
+        storage = PosixStorage(run_dir)
+        with suppress(PerdureError, OSError):
+            is_same = read_run(storage).config_digest == config_digest
+            if is_same and not newest_events(run_dir, (_FINISHED,)) and not is_held(storage):
+                return run_dir
+    return None
+
+
+def _earlier(stem: str, parent: Path) -> list[Path]:
+    taken: list[Path] = []
+    while (run_dir := parent / f"{stem}-{len(taken) + 1}").exists():
+        taken.append(run_dir)
+    return taken
 
 
 def _way_out(run_dir: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.output import JsonOption, concerns
-from perdure.cli.runs import chosen_run_dir, new_run_dir, open_run
+from perdure.cli.runs import chosen_run_dir, new_run_dir, open_run, unfinished_run
 
 if TYPE_CHECKING:
     from perdure.cli.display import Display
@@ -26,6 +26,7 @@ ALREADY_COMPLETE = (
     "the run was complete already; its length is part of what it is: a longer one is a new run,"
     " `perdure train RECIPE trainer.total_steps=N`"
 )
+NOT_FINISHED = "{0} is not finished: `perdure resume {0}` goes on with it"
 RESUME_EXAMPLES = (
     "Examples:\n\nperdure resume runs/tiny-1\n\nperdure resume runs/tiny-1 --take-over\n\n"
     "perdure resume runs/tiny-1 checkpoint.keep=5\n\n"
@@ -52,7 +53,7 @@ def train(
     json: JsonOption = False,
 ) -> None:
     """Start a run: train the model of a recipe."""
-    from perdure.config import load_config
+    from perdure.config import config_digest, load_config
     from perdure.trainers.config import RunConfig
 
     run_dir = new_run_dir(recipe.stem) if run is None else chosen_run_dir(run)
@@ -60,7 +61,10 @@ def train(
     concerns(run_dir)
     from perdure.trainers.launch import train as launch_train
 
-    with _running(run_dir, json=json) as display:
+    digest = config_digest(config)
+    left = unfinished_run(recipe.stem, config_digest=digest) if run is None else None
+    hint = None if left is None else NOT_FINISHED.format(left)
+    with _running(run_dir, json=json, hint=hint) as display:
         launch_train(config, run_dir, display=display)
 
 
@@ -110,8 +114,11 @@ class _Watch:
 
 
 @contextmanager
-def _running(run_dir: Path, *, json: bool) -> Generator[_Watch]:
-    """Display for one incarnation; ends with the summary. A run that is stopped has its curve."""
+def _running(run_dir: Path, *, json: bool, hint: str | None = None) -> Generator[_Watch]:
+    """Display for one incarnation; ends with the summary. A run that is stopped has its curve.
+
+    ``hint`` is shown first.
+    """
     from perdure.cli.display import make_display
     from perdure.cli.summary import summarize
     from perdure.core.errors import DamagedError, StoppedError, StorageError
@@ -122,6 +129,8 @@ def _running(run_dir: Path, *, json: bool) -> Generator[_Watch]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with make_display(json=json) as display:
         watch = _Watch(display)
+        if hint is not None:
+            display.note(hint)
         try:
             yield watch
         except StoppedError:
