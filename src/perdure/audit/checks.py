@@ -48,7 +48,7 @@ def audit_run(path: Path) -> AuditReport:
         findings.note(
             "log", "its records were not judged", "damage in the log hides what comes after it"
         )
-        return AuditReport(path, tuple(findings.all), counts)
+        return AuditReport(path, tuple(findings.all), counts, script=not log.has_recipe)
     history = read_history(log, findings)
     groups = Groups(Payloads(log.payloads(), findings), findings)
     training = Training(groups, positions=history.positions, findings=findings)
@@ -72,7 +72,9 @@ def audit_run(path: Path) -> AuditReport:
         "checkpoints.bytes": size,
         "metrics.rows": len(rows),
     }
-    return AuditReport(path, tuple(findings.all), counts)
+    return AuditReport(
+        path, tuple(findings.all), counts, script=not (log.has_recipe or groups.known)
+    )
 
 
 def _fold(history: History, groups: Groups, training: Training) -> None:

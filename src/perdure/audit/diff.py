@@ -21,7 +21,7 @@ from perdure.audit.payloads import Payloads, packed_ids
 from perdure.audit.reader import read_log
 from perdure.audit.report import DiffReport, Divergence, Findings
 from perdure.audit.trajectories import Trajectories
-from perdure.core.errors import AuditFailedError, DamagedError
+from perdure.core.errors import AuditFailedError, ConfigError, DamagedError
 
 WARM, TRAIN = 0, 1
 UPDATE, DONE, EVALUATED = range(3)
@@ -67,6 +67,13 @@ class _Run:
         self._checked: dict[Position, Trajectories] = {}
         self.units: dict[Place, Event] = {}
         self._read(history)
+        if not (log.has_recipe or self.units):
+            raise ConfigError(
+                "the run of a script logs nothing that was trained",
+                where=str(path),
+                rule="what is compared are batches, steps and evaluations in the log",
+                way_out="compare checkpoints: `perdure ckpt diff RUN RUN2`",
+            )
 
     def _read(self, history: History) -> None:
         evaluations = Counter[int]()
@@ -165,6 +172,7 @@ def diff_runs(a: Path, b: Path) -> DiffReport:
         DamagedError: The log of one is damaged.
         AuditFailedError: What the log of one says cannot be true.
         FutureFormatError: A newer version has written part of one.
+        ConfigError: One is the run of a script, which logs nothing that could be compared.
     """
     first, second = _Run(a), _Run(b)
     counts: Counter[str] = Counter({"updates": 0, "steps": 0, "evaluations": 0, "phase steps": 0})

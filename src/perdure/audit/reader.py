@@ -54,6 +54,8 @@ class RunLog:
     """Number of incarnation files."""
     sealed: int
     """Number of seals."""
+    has_recipe: bool = True
+    """Whether ``run.json`` names a configuration; the run of a script has none."""
 
     def payloads(self) -> dict[tuple[int, int, int], tuple[Segment, Record]]:
         """Payload records that count, by incarnation, segment and offset."""
@@ -103,7 +105,7 @@ class _Reading:
         self._findings = findings
 
     def read(self) -> RunLog:
-        run_id = self._run_id()
+        run_id, has_recipe = self._identity()
         claimed = self._numbered("incarnations", run_id)
         seals = self._numbered("seals", run_id)
         control = self._segments("control")
@@ -128,9 +130,10 @@ class _Reading:
             log = IncarnationLog(*streams)
             self._check_counts(number, log, sealed=seal is not None)
             incarnations[number] = log
-        return RunLog(run_id, incarnations, claimed=len(claimed), sealed=len(seals))
+        return RunLog(run_id, incarnations, len(claimed), len(seals), has_recipe=has_recipe)
 
-    def _run_id(self) -> str:
+    def _identity(self) -> tuple[str, bool]:
+        """The run's id, and whether a recipe made it."""
         path = self._run / "run.json"
         rest = (self._run / name for name in ("log", "incarnations"))
         if not path.exists() and not any(folder.exists() for folder in rest):
@@ -138,7 +141,7 @@ class _Reading:
                 "no run here", where=str(self._run), way_out="name the directory of a run"
             )
         value = read_sealed(path, self._findings, where="run.json", names=_RUN_NAMES)
-        return "" if value is None else str(value.get("run_id"))
+        return ("", True) if value is None else (str(value["run_id"]), bool(value["config_digest"]))
 
     def _numbered(self, folder: str, run_id: str) -> dict[int, dict[str, Any]]:
         """Sealed JSON files named by incarnation; a damaged one stands as an empty object."""

@@ -13,6 +13,11 @@ MAX_LINES = 40
 """Findings that :meth:`AuditReport.summary_lines` spells out; the JSON has all."""
 
 
+_SCRIPT = "  the run of a script, which logs no experience: checked are checkpoints and their log"
+_OF_SCRIPTS = ("incarnations.", "log.", "checkpoints.")
+"""Counts of what the run of a script has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong or worth knowing.
@@ -64,11 +69,16 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Outcome of :func:`perdure.audit.audit_run`."""
+    """Outcome of :func:`perdure.audit.audit_run`.
+
+    Attributes:
+        script: The run of a script with a loop of its own, which logs no experience.
+    """
 
     run: Path
     findings: tuple[Finding, ...]
     counts: Mapping[str, int]
+    script: bool = False
 
     @property
     def ok(self) -> bool:
@@ -79,6 +89,7 @@ class AuditReport:
         return {
             "run": str(self.run),
             "ok": self.ok,
+            "script": self.script,
             "findings": [finding.to_json() for finding in self.findings],
             "counts": dict(self.counts),
         }
@@ -86,10 +97,18 @@ class AuditReport:
     def summary_lines(self) -> list[str]:
         """The verdict, the counts, and every damage and violation before the notes."""
         verdict = "nothing lost, nothing skipped, nothing trained twice"
+        if self.script:
+            verdict = "its checkpoints and their log hold"
         if not self.ok:
             broken = sum(finding.severity != "note" for finding in self.findings)
             verdict = f"NOT PROVED ({broken} {'problem' if broken == 1 else 'problems'})"
-        lines = [f"audit of {self.run}: {verdict}", *_count_lines(self.counts)]
+        lines = [f"audit of {self.run}: {verdict}"]
+        if self.script:
+            lines.append(_SCRIPT)
+        counts = self.counts.items()
+        lines += _count_lines(
+            {name: n for name, n in counts if not self.script or name.startswith(_OF_SCRIPTS)}
+        )
         ordered = sorted(self.findings, key=lambda finding: finding.severity == "note")
         return [*lines, *_limited([finding.line() for finding in ordered])]
 
