@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,13 @@ def test_help_has_an_example(path: tuple[str, ...]) -> None:
     assert code == 0
     assert "Example" in out
     assert f"perdure {' '.join(path)}".strip() in out
+
+
+@pytest.mark.parametrize("path", list(commands()), ids=" ".join)
+def test_help_shows_a_flag_without_a_type(path: tuple[str, ...]) -> None:
+    _, out, _ = run(*path, "--help")
+    assert re.search("--help +Show this message", out)
+    assert "bool" not in out.lower()
 
 
 def test_version() -> None:

@@ -15,6 +15,7 @@ from perdure.cli.ckpt_gc import GC_EXAMPLES, collect_checkpoints
 from perdure.cli.ckpt_migrate import MIGRATE_EXAMPLES, migrate_checkpoint
 from perdure.cli.ckpt_remote import PULL_EXAMPLES, PUSH_EXAMPLES, pull_run, push_run
 from perdure.cli.ckpt_verify import VERIFY_EXAMPLES, verify_checkpoints
+from perdure.cli.flags import Command, Group
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
 from perdure.core.errors import DamagedError
@@ -25,22 +26,23 @@ if TYPE_CHECKING:
     from perdure.core.storage_api import Storage
 
 app = typer.Typer(
+    cls=Group,
     help="List, verify, compare, collect and move the checkpoints of a run.",
     epilog="Example: perdure ckpt list runs/tiny-1",
     no_args_is_help=True,
 )
 
 
-app.command("verify", epilog=VERIFY_EXAMPLES)(verify_checkpoints)
-app.command("diff", epilog=DIFF_EXAMPLES)(diff_checkpoints)
-app.command("export", epilog=EXPORT_EXAMPLES)(export_checkpoint)
-app.command("gc", epilog=GC_EXAMPLES)(collect_checkpoints)
-app.command("migrate", epilog=MIGRATE_EXAMPLES)(migrate_checkpoint)
-app.command("pull", epilog=PULL_EXAMPLES)(pull_run)
-app.command("push", epilog=PUSH_EXAMPLES)(push_run)
+app.command("verify", cls=Command, epilog=VERIFY_EXAMPLES)(verify_checkpoints)
+app.command("diff", cls=Command, epilog=DIFF_EXAMPLES)(diff_checkpoints)
+app.command("export", cls=Command, epilog=EXPORT_EXAMPLES)(export_checkpoint)
+app.command("gc", cls=Command, epilog=GC_EXAMPLES)(collect_checkpoints)
+app.command("migrate", cls=Command, epilog=MIGRATE_EXAMPLES)(migrate_checkpoint)
+app.command("pull", cls=Command, epilog=PULL_EXAMPLES)(pull_run)
+app.command("push", cls=Command, epilog=PUSH_EXAMPLES)(push_run)
 
 
-@app.command("list", epilog="Example: perdure ckpt list runs/tiny-1")
+@app.command("list", cls=Command, epilog="Example: perdure ckpt list runs/tiny-1")
 def list_checkpoints(run: RunArgument, *, json: JsonOption = False) -> None:
     """List the committed checkpoints, oldest first, and why each is kept."""
     from perdure.checkpoint.manifest import CHECKPOINTS
@@ -69,7 +71,7 @@ def list_checkpoints(run: RunArgument, *, json: JsonOption = False) -> None:
         typer.echo(NONE_YET)
 
 
-@app.command("show", epilog="Example: perdure ckpt show runs/tiny-1 step-00000080-1")
+@app.command("show", cls=Command, epilog="Example: perdure ckpt show runs/tiny-1 step-00000080-1")
 def show_checkpoint(
     run: RunArgument,
     checkpoint: Annotated[

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from perdure.cli.flags import Command, Group
 from perdure.cli.output import JsonOption, print_json
 
 app = typer.Typer(
+    cls=Group,
     help="Look at configurations.",
     epilog="Example: perdure config show recipes/tiny.yaml",
     no_args_is_help=True,
@@ -23,6 +25,7 @@ def _group() -> None:
 
 @app.command(
     "show",
+    cls=Command,
     epilog="Examples:\n\nperdure config show recipes/tiny.yaml seed=7\n\n"
     "perdure config show recipes/tiny.yaml --explain",
 )

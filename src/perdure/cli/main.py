@@ -7,11 +7,11 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from perdure import __version__
 from perdure.cli import audit, ckpt, config, doctor, status, train, trained
 from perdure.cli.entry import INTERRUPTED
+from perdure.cli.flags import Command, Group
 from perdure.cli.output import begin_command, file_refusal, report_error, silence_unread
 from perdure.cli.usage import UsageError, usage_refusal
 from perdure.core.errors import PerdureError
@@ -20,7 +20,7 @@ READER_LEFT = 141
 """Exit code when nobody reads the output any more, as behind ``| head``: 128 + SIGPIPE."""
 
 
-class _ReportingGroup(TyperGroup):
+class _ReportingGroup(Group):
     """Prints what perdure refuses as one sentence; everything else is a bug and has a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -77,13 +77,13 @@ def _options(
     del version
 
 
-app.command("train", epilog=train.TRAIN_EXAMPLES)(train.train)
-app.command("resume", epilog=train.RESUME_EXAMPLES)(train.resume)
-app.command("sample", epilog=trained.SAMPLE_EXAMPLES)(trained.sample)
-app.command("export", epilog=trained.EXPORT_EXAMPLES)(trained.export)
-app.command("status", epilog=status.STATUS_EXAMPLES)(status.status)
-app.command("audit", epilog=audit.EXAMPLES)(audit.audit)
-app.command("doctor", epilog=doctor.DOCTOR_EXAMPLES)(doctor.doctor)
+app.command("train", cls=Command, epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command("resume", cls=Command, epilog=train.RESUME_EXAMPLES)(train.resume)
+app.command("sample", cls=Command, epilog=trained.SAMPLE_EXAMPLES)(trained.sample)
+app.command("export", cls=Command, epilog=trained.EXPORT_EXAMPLES)(trained.export)
+app.command("status", cls=Command, epilog=status.STATUS_EXAMPLES)(status.status)
+app.command("audit", cls=Command, epilog=audit.EXAMPLES)(audit.audit)
+app.command("doctor", cls=Command, epilog=doctor.DOCTOR_EXAMPLES)(doctor.doctor)
 app.add_typer(ckpt.app, name="ckpt")
 app.add_typer(config.app, name="config")
 
