@@ -18,7 +18,7 @@ from perdure.core.errors import DamagedError, NothingToResumeError, RunBusyError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.ids import IncarnationNumber
 from perdure.core.storage_api import RunLock, Storage
-from perdure.experience.scan import scan_incarnation
+from perdure.experience.scan import Extent, scan_incarnation
 from perdure.experience.seals import FORMAT, SEAL_DIR, read_seal, seal_incarnation
 from perdure.experience.segments import LOG_DIR, SegmentName
 
@@ -61,6 +61,7 @@ class Claim:
         parent: Newest earlier incarnation that started; 0 if there is none.
         took_over: Claimed while somebody else held the run.
         lock: Kernel lock that tells others that the run is held.
+        sealed: What this claim has sealed; every byte was verified when it did.
     """
 
     run: RunInfo
@@ -68,6 +69,9 @@ class Claim:
     parent: IncarnationNumber
     took_over: bool
     lock: RunLock
+    sealed: Mapping[IncarnationNumber, Extent] = field(
+        default_factory=dict[IncarnationNumber, Extent]
+    )
 
     def release(self) -> None:
         """Give up the kernel lock; the claim stays the highest."""
@@ -174,11 +178,11 @@ def claim(
             assert lock is not None, "nobody else has this incarnation"
             stack.callback(lock.release)
         faults.reach(FaultPoint.CLAIM_LINKED)
-        _seal_below(storage, incarnation, run_id=run_id)
+        sealed = _seal_below(storage, incarnation, run_id=run_id)
         faults.reach(FaultPoint.CLAIM_SEALED)
         parent = newest_started(storage, run_id=run_id, below=incarnation)
         stack.pop_all()
-    return Claim(run, incarnation, parent, took_over=took_over, lock=lock)
+    return Claim(run, incarnation, parent, took_over=took_over, lock=lock, sealed=sealed)
 
 
 def is_held(storage: Storage) -> bool:
@@ -331,14 +335,19 @@ def _link(
             return number
 
 
-def _seal_below(storage: Storage, incarnation: IncarnationNumber, *, run_id: str) -> None:
-    for number in range(1, incarnation):
-        if read_seal(storage, IncarnationNumber(number), run_id=run_id) is None:
-            seal_incarnation(
-                storage, IncarnationNumber(number), run_id=run_id, sealed_by=incarnation
-            )
+def _seal_below(
+    storage: Storage, incarnation: IncarnationNumber, *, run_id: str
+) -> dict[IncarnationNumber, Extent]:
+    """Seal what no claimant has sealed yet, and return that."""
+    sealed: dict[IncarnationNumber, Extent] = {}
+    for number in map(IncarnationNumber, range(1, incarnation)):
+        if read_seal(storage, number, run_id=run_id) is None:
+            extent = seal_incarnation(storage, number, run_id=run_id, sealed_by=incarnation)
+            if extent is not None:
+                sealed[number] = extent
     # A seal found here may be the work of a claimant that died before its name was durable.
     storage.sync_dir(SEAL_DIR)
+    return sealed
 
 
 def _busy(storage: Storage) -> RunBusyError:

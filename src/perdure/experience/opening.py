@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 
 from perdure.core import sealed_json
 from perdure.core.clock import Clock
@@ -25,6 +25,7 @@ from perdure.experience.claims import (
 from perdure.experience.entries import Entry
 from perdure.experience.fold import fold, rewound
 from perdure.experience.reader import LineageLog, LogReport, read_lineage
+from perdure.experience.scan import Extent
 from perdure.experience.seals import FORMAT, seal_path
 from perdure.experience.state import ExperienceState
 from perdure.experience.store import ExperienceStore
@@ -155,7 +156,7 @@ def claim_experience(
     run_id = read_run(storage).run_id
     claimed = claim(storage, run_id=run_id, clock=clock, faults=faults, take_over=take_over)
     try:
-        log, state = _read(storage, claimed.parent)
+        log, state = _read(storage, claimed.parent, verified=claimed.sealed)
     except BaseException:
         claimed.release()
         raise
@@ -181,13 +182,15 @@ def read_experience(storage: Storage) -> tuple[ExperienceState, LogReport]:
     """
     run_id = read_run(storage).run_id
     head = newest_started(storage, run_id=run_id, below=highest_incarnation(storage) + 1)
-    log, state = _read(storage, head)
+    log, state = _read(storage, head, verified={})
     return state, log.report
 
 
-def _read(storage: Storage, head: IncarnationNumber) -> tuple[LineageLog, ExperienceState]:
+def _read(
+    storage: Storage, head: IncarnationNumber, *, verified: Mapping[IncarnationNumber, Extent]
+) -> tuple[LineageLog, ExperienceState]:
     with _collector_paused():
-        log = read_lineage(storage, head)
+        log = read_lineage(storage, head, verified=verified)
         return log, fold(log.records, used_version=log.used_version)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from perdure.core.errors import DamagedError
 from perdure.core.experience_records import Partials, SessionsDone
@@ -66,10 +67,18 @@ class LineageLog:
     report: LogReport
 
 
-def read_lineage(storage: Storage, head: IncarnationNumber) -> LineageLog:
+def read_lineage(
+    storage: Storage,
+    head: IncarnationNumber,
+    *,
+    verified: Mapping[IncarnationNumber, Extent] = MappingProxyType({}),
+) -> LineageLog:
     """Read the kept lineage that ends with incarnation ``head`` (0 gives an empty one).
 
     Beside a live writer it gives what was complete at one moment during the call.
+
+    Args:
+        verified: Sealed incarnations of which the caller has just seen that every byte is right.
 
     Raises:
         DamagedError: Bytes that count are missing or wrong. Nothing is skipped.
@@ -81,7 +90,7 @@ def read_lineage(storage: Storage, head: IncarnationNumber) -> LineageLog:
     control: list[list[Placed]] = []
     number = head
     while number > 0:
-        extent = read_extent(storage, number, run_id=run_id)
+        extent = verified.get(number) or read_extent(storage, number, run_id=run_id)
         placed = list(_control_records(storage, extent, run_id=run_id))
         start = _start_of(placed, number)
         extents.insert(0, extent)

@@ -31,11 +31,14 @@ def seal_path(incarnation: IncarnationNumber) -> str:
 
 def seal_incarnation(
     storage: Storage, incarnation: IncarnationNumber, *, run_id: str, sealed_by: IncarnationNumber
-) -> None:
+) -> Extent | None:
     """Find where an earlier incarnation ended and settle it, unless somebody has.
 
     The caller has claimed a higher incarnation. The scan comes before the sync: what was seen is
     on the disk before the seal names it.
+
+    Returns:
+        What counts, every byte verified; None: somebody else's seal tells.
 
     Raises:
         DamagedError: The incarnation's log is damaged; nothing is sealed.
@@ -44,7 +47,8 @@ def seal_incarnation(
     spans = extent.control + extent.payload
     for span in spans:
         storage.sync_file(span.name.path)
-    write_seal(storage, incarnation, run_id=run_id, sealed_by=sealed_by, spans=spans)
+    wrote = write_seal(storage, incarnation, run_id=run_id, sealed_by=sealed_by, spans=spans)
+    return _sealed(storage, incarnation, Seal(extent.control, extent.payload)) if wrote else None
 
 
 def write_seal(
@@ -54,8 +58,8 @@ def write_seal(
     run_id: str,
     sealed_by: IncarnationNumber,
     spans: Sequence[Span],
-) -> None:
-    """Settle that exactly these spans of an incarnation count, unless it is sealed already."""
+) -> bool:
+    """Settle that exactly these spans of an incarnation count; False: it is sealed already."""
     value = {
         "format": FORMAT,
         "run_id": run_id,
@@ -70,7 +74,7 @@ def write_seal(
             for span in spans
         },
     }
-    storage.create_exclusive(seal_path(incarnation), sealed_json.encode(value))
+    return storage.create_exclusive(seal_path(incarnation), sealed_json.encode(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +145,16 @@ def read_extent(storage: Storage, incarnation: IncarnationNumber, *, run_id: str
     seal = read_seal(storage, incarnation, run_id=run_id)
     if seal is None:
         return scan_incarnation(storage, incarnation, run_id=run_id)
-    ends: dict[SegmentName, int] = {}
     for span in seal.control + seal.payload:
         view = map_segment(storage, span.name, span.valid_end)
         if xxhash.xxh3_64_intdigest(view) != span.checksum:
             raise damage(span.name, 0, "wrong checksum", rule=f"sealed in {seal_path(incarnation)}")
-        ends[span.name] = span.valid_end
+    return _sealed(storage, incarnation, seal)
+
+
+def _sealed(storage: Storage, incarnation: IncarnationNumber, seal: Seal) -> Extent:
+    """What counts of an incarnation, verified already, and all that lies behind it now."""
+    ends = {span.name: span.valid_end for span in seal.control + seal.payload}
     tails: list[Tail] = []
     for name in segments_of(storage, incarnation):
         end = ends.get(name, 0)
