@@ -77,7 +77,7 @@ class Committer:
                 self.seal()
             raise
         require_unfenced(self._storage, self._claim.incarnation)
-        written = [r for packed in entries for r in packed.records if r is not None]
+        written = [r for e in entries for r in (e.control, e.payload) if r is not None]
         fields: dict[str, object] = {
             "records": len(written),
             "bytes": sum(map(len, written)),
@@ -102,7 +102,7 @@ class Committer:
         self._payload.abandon()
 
     def _commit_payloads(self, entries: Sequence[PackedEntries]) -> None:
-        pairs = [(e, e.records.payload) for e in entries if e.records.payload is not None]
+        pairs = [(e, e.payload) for e in entries if e.payload is not None]
         if not pairs:
             return
         records = [record for _, record in pairs]
@@ -117,11 +117,11 @@ class Committer:
             ref = PayloadRef(incarnation, segment, offset, len(record), checksum)
             for entry in packed.entries:
                 entry.ref = ref
-            if packed.records.control is not None:
-                set_reference(packed.records.control, ref)
+            if packed.control is not None:
+                set_reference(packed.control, ref)
 
     def _commit_controls(self, entries: Sequence[PackedEntries]) -> None:
-        pairs = [(e, e.records.control) for e in entries if e.records.control is not None]
+        pairs = [(e, e.control) for e in entries if e.control is not None]
         if not pairs:
             return
         records = [record for _, record in pairs]

@@ -55,28 +55,27 @@ class PreparedEntry(NamedTuple):
     """An entry that can be encoded; ``size`` in bytes, without the fields of sessions.
 
     Attributes:
-        records: The entry as bytes, all but its place; None: its sessions are encoded with those of
-            its neighbours.
+        control: The control record as bytes, all but its place, if there is one.
+        payload: Likewise. Neither: the sessions are encoded with those of their neighbours.
     """
 
     entry: Entry
     key: str
     size: int
-    records: Records | None
-
-
-class Records(NamedTuple):
-    """A control record, a payload record or both, as bytes, all but their place."""
-
     control: bytearray | None
     payload: Record | None
 
+    @property
+    def is_encoded(self) -> bool:
+        return self.control is not None or self.payload is not None
+
 
 class PackedEntries(NamedTuple):
-    """Entries that lie in the same records."""
+    """Entries that lie in the same control record, payload record or both."""
 
     entries: Sequence[Entry]
-    records: Records
+    control: bytearray | None
+    payload: Record | None
 
 
 def prepare_entry(entry: Entry) -> PreparedEntry:
@@ -91,17 +90,16 @@ def prepare_entry(entry: Entry) -> PreparedEntry:
     if control is None:
         if payload is None:
             raise ValueError("an entry has a control record, a payload, or both")
-        records = Records(None, payload.record)
-        return PreparedEntry(entry, payload.key, len(payload.record), records)
+        return PreparedEntry(entry, payload.key, len(payload.record), None, payload.record)
     if entry.trajectories is not None:
         return _prepare_sessions(entry, control)
     key = control.key()
     if payload is None:
         record = prepare_record(control.type, key=key, fields=record_fields(control))
-        return PreparedEntry(entry, key, len(record), Records(record, None))
+        return PreparedEntry(entry, key, len(record), record, None)
     record = _referring(control)
     size = len(record) + len(payload.record)
-    return PreparedEntry(entry, key, size, Records(record, payload.record))
+    return PreparedEntry(entry, key, size, record, payload.record)
 
 
 def encode_large(item: PreparedEntry, memory: RecordMemory) -> PreparedEntry:
@@ -109,12 +107,12 @@ def encode_large(item: PreparedEntry, memory: RecordMemory) -> PreparedEntry:
 
     Trajectories are copied into ``memory``.
     """
-    if item.records is not None or item.size < _ALONE_BYTES:
+    if item.size < _ALONE_BYTES or item.is_encoded:
         return item
-    records = _encode_sessions([item.entry], memory)
+    control, payload = _encode_sessions([item.entry], memory)
     # The garbage collector need not look at the columns while they wait.
     item.entry.trajectories = None
-    return item._replace(records=records)
+    return item._replace(control=control, payload=payload)
 
 
 def pack_entries(items: Sequence[PreparedEntry], memory: RecordMemory) -> list[PackedEntries]:
@@ -131,14 +129,14 @@ def pack_entries(items: Sequence[PreparedEntry], memory: RecordMemory) -> list[P
         """Insert the sessions as one pair of records."""
         nonlocal some
         if some:
-            packed.insert(place, PackedEntries(some, _encode_sessions(some, memory)))
+            packed.insert(place, PackedEntries(some, *_encode_sessions(some, memory)))
             some = []
 
     for item in items:
-        if item.records is not None:
+        if item.is_encoded:
             if not isinstance(item.entry.control, GroupSettled):
                 close()
-            packed.append(PackedEntries((item.entry,), item.records))
+            packed.append(PackedEntries((item.entry,), item.control, item.payload))
             continue
         more = len(_trajectories(item.entry))
         if some and (rows + more > MAX_SESSIONS or size + item.size > MAX_BYTES):
@@ -156,7 +154,7 @@ def _prepare_sessions(entry: Entry, control: ControlRecord) -> PreparedEntry:
     trajectories = _trajectories(entry)
     assert isinstance(control, SessionsDone)
     assert len(control.sessions) == len(trajectories)
-    return PreparedEntry(entry, control.key(), trajectories.nbytes, None)
+    return PreparedEntry(entry, control.key(), trajectories.nbytes, None, None)
 
 
 def _trajectories(entry: Entry) -> LooseTrajectories | PackedTrajectories:
@@ -164,7 +162,7 @@ def _trajectories(entry: Entry) -> LooseTrajectories | PackedTrajectories:
     return entry.trajectories
 
 
-def _encode_sessions(entries: Sequence[Entry], memory: RecordMemory) -> Records:
+def _encode_sessions(entries: Sequence[Entry], memory: RecordMemory) -> tuple[bytearray, Record]:
     """One record of all rows, and its payload."""
     controls: list[SessionsDone] = []
     rows = 0
@@ -179,7 +177,7 @@ def _encode_sessions(entries: Sequence[Entry], memory: RecordMemory) -> Records:
         key=controls[0].key(),
         fields=_sessions_done_fields(controls, columns.fields),
     )
-    return Records(control, columns_payload(columns, memory).record)
+    return control, columns_payload(columns, memory).record
 
 
 def _sessions_done_fields(

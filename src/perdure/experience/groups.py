@@ -176,8 +176,8 @@ class GroupTable:
             if group.state is not GroupState.RUNNING:
                 self._move(group, GroupEvent.PROGRESS)
             group.settle(batch, rows)
-            newest = max([record.last_versions[row] for row in rows.values()])
-            self.newest_version = max(self.newest_version, newest)
+        versions = [record.last_versions[row] for rows in fresh.values() for row in rows.values()]
+        self.newest_version = max([self.newest_version, *versions])
         return bool(fresh)
 
     def unfinished(self, session: SessionId) -> Unfinished:
@@ -232,8 +232,10 @@ class GroupTable:
             if live is None or live.rewards:
                 rows = {i: row for i, row in rows.items() if not self.is_settled(sessions[row])}
             if rows:
-                for index in (min(rows), max(rows)):
-                    self.require_open(sessions[rows[index]])
+                lowest, highest = min(rows), max(rows)
+                group = self.require_open(sessions[rows[lowest]])
+                if highest > lowest:
+                    self._check_index(group, sessions[rows[highest]])
                 fresh[number] = rows
         return fresh
 

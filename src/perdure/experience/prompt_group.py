@@ -91,7 +91,7 @@ class Group:
         """Sessions are done: index → row of the batch."""
         first = len(self._batches) * _ROWS
         self._batches.append(batch)
-        self._rows.update({index: first + row for index, row in rows.items()})
+        self._rows |= {index: first + row for index, row in rows.items()} if first else rows
         rewards = batch.record.rewards
         self.rewards.update({index: rewards[row] for index, row in rows.items()})
         if self.unfinished:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
 
 from perdure.core.ids import GroupId, SessionId
 from perdure.core.trajectories import Trajectory
@@ -50,17 +52,17 @@ class TrajectoryCache:
 
     def allow_drop(self, sessions: Iterable[SessionId]) -> None:
         """The log has these: they may go when room is needed."""
-        number: GroupId | None = None
-        waiting: _Rows = {}
-        group: _Rows = {}
-        for session in sessions:
-            if session.group != number:
-                number = session.group
-                waiting = self._waiting[number]
-                group = self._durable.setdefault(number, {})
-            group[session.index] = waiting.pop(session.index)
+        for number, some in groupby(sessions, attrgetter("group")):
+            indexes = [session.index for session in some]
+            waiting = self._waiting[number]
+            if len(indexes) == len(waiting) and number not in self._durable:
+                self._durable[number] = self._waiting.pop(number)
+                continue
+            group = self._durable.setdefault(number, {})
+            for index in indexes:
+                group[index] = waiting.pop(index)
             if not waiting:
-                del self._waiting[session.group]
+                del self._waiting[number]
         self._make_room()
 
     def drop(self, group: GroupId) -> None:
