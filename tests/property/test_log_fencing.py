@@ -68,7 +68,7 @@ def _write(world: World, storage: Any, claimed: Claim, *, group: int, batches: i
 def _take_over(world: World, storage: Any, *, group: int, batches: int) -> None:
     acknowledged = list(world.history.acknowledged)
     claimed = make_claim(storage, take_over=True)
-    found = kept_keys(read_lineage(storage, claimed.parent))
+    found = kept_keys(read_lineage(storage, claimed.parent, verified=claimed.sealed))
     assert set(acknowledged) <= set(found)
     world.inherited[claimed.incarnation] = found
     _write(world, storage, claimed, group=group, batches=batches)

@@ -6,7 +6,17 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from log_cases import FLUSH_S, HOLDER, RUN_ID, make_claim, make_run, open_writer, started, submitted
+from log_cases import (
+    FLUSH_S,
+    HOLDER,
+    RUN_ID,
+    make_claim,
+    make_run,
+    open_writer,
+    session_done,
+    started,
+    submitted,
+)
 
 from perdure.core.clock import ManualClock
 from perdure.core.errors import DamagedError, NothingToResumeError, RunBusyError
@@ -18,6 +28,7 @@ from perdure.core.faults import (
     InjectedFault,
     NoFaults,
 )
+from perdure.core.ids import IncarnationNumber
 from perdure.experience.claims import (
     Holder,
     RunInfo,
@@ -27,6 +38,7 @@ from perdure.experience.claims import (
     newest_started,
     read_run,
 )
+from perdure.experience.seals import read_extent, seal_incarnation
 from perdure.storage import MemoryStorage, PosixStorage
 
 
@@ -170,6 +182,46 @@ def test_log_claim_finds_damage_and_seals_nothing() -> None:
     with pytest.raises(DamagedError, match=f"{path} at byte 0"):
         make_claim(storage)
     assert storage.list("seals") == []
+
+
+def test_log_claim_tells_of_what_it_sealed_all_that_reading_the_seal_tells() -> None:
+    storage = MemoryStorage()
+    make_run(storage)
+    first = make_claim(storage)
+    writer = open_writer(storage, first, segment_bytes=400)
+    for entries in ([started(first)], [session_done(0), submitted(0)], [session_done(1)]):
+        writer.append(entries)
+        writer.flush(FLUSH_S)
+    for path in ("log/control-000001-000000.plog", "log/payload-000001-000000.plog"):
+        storage.damage(path, storage.read(path) + b"never acknowledged")
+    first.release()
+    second = make_claim(storage)
+    assert second.sealed == {1: read_extent(storage, first.incarnation, run_id=RUN_ID)}
+    assert [tail.size for tail in second.sealed[first.incarnation].tails] == [18, 18]
+    second.release()
+    # Two has written nothing, and one is sealed already.
+    assert list(make_claim(storage).sealed) == [2]
+
+
+def test_log_claim_that_finds_a_seal_believes_the_seal() -> None:
+    storage = MemoryStorage()
+    make_run(storage)
+    first = make_claim(storage)
+    writer = open_writer(storage, first)
+    writer.append([started(first)])
+    writer.close("done")
+    first.release()
+    assert make_claim(storage).sealed == {}
+
+
+def test_log_claim_whose_seal_came_second_believes_the_first() -> None:
+    storage = MemoryStorage()
+    make_run(storage)
+    first = make_claim(storage)
+    open_writer(storage, first).append([started(first)])
+    arguments = (storage, first.incarnation)
+    assert seal_incarnation(*arguments, run_id=RUN_ID, sealed_by=IncarnationNumber(2)) is not None
+    assert seal_incarnation(*arguments, run_id=RUN_ID, sealed_by=IncarnationNumber(3)) is None
 
 
 def test_log_holder_is_this_process(tmp_path: Path) -> None:
