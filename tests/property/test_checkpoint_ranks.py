@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.layout import TensorSpec
-from perdure.checkpoint.manifest import FileEntry
 from perdure.checkpoint.reading import CheckedFile, StoredPiece, StoredTensor
 from perdure.core.boxes import Box, box_on, tiling_problem
 
@@ -56,7 +56,7 @@ def stored(whole: np.ndarray[Any, Any], boxes: list[Box], code: str) -> StoredTe
             xxhash.xxh3_128_hexdigest(data[start : start + CHUNK].tobytes())
             for start in range(0, data.nbytes, CHUNK)
         )
-        entry = FileEntry(data.nbytes, xxhash.xxh3_128_hexdigest(data.tobytes()), CHUNK, chunks)
+        entry = FileEntry(data.nbytes, CHUNK, chunks)
         file = CheckedFile(data, entry, where=f"file {index}")
         pieces.append(StoredPiece(box, file, len(before)))
     return StoredTensor(TensorSpec(code, whole.shape), tuple(pieces))

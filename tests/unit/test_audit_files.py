@@ -40,6 +40,23 @@ def test_empty_checkpoint_file(tmp_path: Path) -> None:
     assert not audit_run(run.save()).findings
 
 
+@pytest.mark.parametrize("whole", [b"", b"many bytes", b"other bytes"])
+@pytest.mark.parametrize("content", [b"many bytes", b"many bytez", b"mbny bytes", b"many byte"])
+def test_a_file_is_checked_chunk_by_chunk(tmp_path: Path, content: bytes, whole: bytes) -> None:
+    """Older manifests have a checksum of the file as well."""
+    run = w.Run(tmp_path)
+    sums = [w.xxhash.xxh3_128_hexdigest(part) for part in (b"many", b" byt", b"es")]
+    entry = {"bytes": 10, "chunks": {"bytes": 4, "xxh3_128": sums}}
+    if whole:
+        entry["xxh3_128"] = w.xxhash.xxh3_128_hexdigest(whole)
+    manifest = {"features": ["chunks"], "files": {"big": entry}}
+    run.incarnation(1).write(run.checkpoint("step-00000000-1", manifest=manifest))
+    run.files["checkpoints/step-00000000-1/big"] = content
+    found = [(f.severity, f.where) for f in audit_run(run.save()).findings]
+    right = content == b"many bytes" and whole != b"other bytes"
+    assert found == ([] if right else [("damage", "checkpoints/step-00000000-1/big")])
+
+
 @pytest.mark.parametrize("content", [b"rows", b"row", b"rowz", None])
 def test_segments_are_checked_where_the_manifest_says_they_are(
     tmp_path: Path, content: bytes | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from perdure.checkpoint import (
     ArraysComponent,
@@ -27,6 +29,8 @@ from perdure.checkpoint import (
 )
 from perdure.checkpoint.image_files import ProcessFiles
 from perdure.checkpoint.torch_components import ModuleComponent
+from perdure.checkpoint.verification import committed_manifest, verify
+from perdure.core import sealed_json
 from perdure.core.clock import SystemClock
 from perdure.core.components import ComponentState
 from perdure.core.errors import ConfigError, StorageError
@@ -109,8 +113,9 @@ def test_whoever_writes_the_same_comes_back(tmp_path: Path, writer: str) -> None
     rig.engine.close()
     assert rig.engine.arena_bytes == 0
     entry = choice.manifest.files["model/policy.safetensors"]
-    assert (entry.chunk_bytes, len(entry.chunks)) == (bulk.CHUNK_BYTES, 3)
-    assert choice.manifest.files["model/value.safetensors"].chunks == ()
+    assert (entry.chunk_bytes, len(entry.sums)) == (bulk.CHUNK_BYTES, 3)
+    assert len(choice.manifest.files["model/value.safetensors"].sums) == 1
+    assert choice.manifest.features == ("chunks",)
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
@@ -296,6 +301,77 @@ def test_bytes_that_the_disk_loses_are_found_before_the_commit(tmp_path: Path) -
     assert rig.engine.wait(WAIT_S)
     assert "in chunk 1" in str(rig.engine.last_error)
     assert not rig.ledger.committed()
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("writer", ["process", "thread", "memory"])
+def test_a_copy_that_changes_in_memory_is_found_before_the_commit(
+    tmp_path: Path, writer: str
+) -> None:
+    """The checksums are those of what was copied, whoever writes it later."""
+    storage = MemoryStorage() if writer == "memory" else PosixStorage(tmp_path)
+    rig = Rig(storage, writer="process" if writer == "process" else "thread", arenas=1)
+    rig.engine.reserve()
+
+    def lose_a_bit() -> None:
+        (arena,) = rig.engine._pipeline.arenas
+        arena._buffer[bulk.CHUNK_BYTES + 5] ^= 1
+
+    rig.at.do(FaultPoint.CHECKPOINT_STAGED, lose_a_bit)
+    assert rig.stage(1)
+    assert rig.engine.wait(WAIT_S)
+    assert "in chunk 1" in str(rig.engine.last_error)
+    assert not rig.ledger.committed()
+    rig.engine.close()
+
+
+@pytest.mark.parametrize("writer", ["process", "thread", "memory"])
+def test_what_a_gpu_has_copied_gets_its_checksums_from_who_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    storage = MemoryStorage() if writer == "memory" else PosixStorage(tmp_path)
+    rig = Rig(storage, writer="process" if writer == "process" else "thread")
+    with monkeypatch.context() as patch:
+        patch.setattr("perdure.checkpoint.arena._on_gpu", lambda _: True)
+        patch.setattr("perdure.checkpoint.arena.copy_images", _nothing_to_copy)
+        assert rig.stage(1, must=True)
+    assert rig.stage(2, must=True)
+    one, two = (committed_manifest(storage, record).files for record in rig.ledger.committed())
+    tensors = [path for path in one if path.endswith(".safetensors")]
+    assert len(tensors) == 2
+    assert [one[path] for path in tensors] == [two[path] for path in tensors]
+    assert rig.engine.verify(rig.ledger.committed()[0].directory).ok
+    rig.engine.close()
+
+
+def _nothing_to_copy(copies: dict[str, Any]) -> dict[str, Any]:
+    assert not copies
+    return {}
+
+
+def test_a_manifest_with_checksums_of_files_and_chunks_stays_readable(tmp_path: Path) -> None:
+    """As versions before the feature ``chunks`` wrote it."""
+    storage = PosixStorage(tmp_path)
+    rig = Rig(storage)
+    assert rig.stage(1, must=True)
+    (record,) = rig.ledger.committed()
+    path = tmp_path / "checkpoints" / record.directory / "manifest.json"
+    value = json.loads(path.read_bytes())
+    del value["digest"]
+    value["features"] = []
+    file = path.parent / "model/policy.safetensors"
+    value["files"]["model/policy.safetensors"]["xxh3_128"] = xxhash.xxh3_128_hexdigest(
+        file.read_bytes()
+    )
+    path.write_bytes(sealed_json.encode(value))
+    digest = xxhash.xxh3_128_hexdigest(path.read_bytes())
+    report = verify(storage, record.directory, manifest_digest=digest)
+    assert report.ok
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    (problem,) = verify(storage, record.directory, manifest_digest=digest).problems
+    assert problem.chunks == (2,)
     rig.engine.close()
 
 

@@ -11,7 +11,8 @@ import pytest
 import xxhash
 from tier_cases import OPTIONS, BreakingObjects, TieredRun, memory_objects
 
-from perdure.checkpoint.manifest import FileEntry, Manifest, decode_manifest
+from perdure.checkpoint.files import FileEntry
+from perdure.checkpoint.manifest import Manifest, decode_manifest
 from perdure.checkpoint.tier import ObjectStore, RemoteUnavailableError
 from perdure.checkpoint.tier.pieces import in_order
 from perdure.checkpoint.tier.upload import Upload
@@ -46,8 +47,7 @@ class Saved:
         model = self.storage.read(self.path)
         starts = range(0, len(model), self.chunk_bytes)
         sums = [xxhash.xxh3_128_hexdigest(model[i : i + self.chunk_bytes]) for i in starts]
-        whole = xxhash.xxh3_128_hexdigest(model)
-        entry = FileEntry(len(model), whole, self.chunk_bytes, tuple(sums))
+        entry = FileEntry(len(model), self.chunk_bytes, tuple(sums))
         self.manifest: Manifest = dataclasses.replace(
             manifest, files={**manifest.files, MODEL: entry}
         )

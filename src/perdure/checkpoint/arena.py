@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from perdure.checkpoint.arena_memory import ArenaMemory
+from perdure.checkpoint.copying import LARGE_BYTES, ImageCopy, copy_images
 from perdure.checkpoint.dtypes import NUMPY_BY_CODE, code_of
 from perdure.checkpoint.layout import ArenaLayout, FileImage, TensorSpec
 from perdure.storage.bulk_process import SharedMemory
@@ -65,16 +66,30 @@ class Arena:
             self._memory.close()
             self._memory = None
 
-    def fill(self, layout: ArenaLayout, tensors_by_path: Mapping[str, Mapping[str, Any]]) -> None:
-        """Copy headers and tensors to their places; afterwards nothing here aliases a tensor."""
+    def fill(
+        self, layout: ArenaLayout, tensors_by_path: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, tuple[str, ...]]:
+        """Copy headers and tensors to their places; afterwards nothing here aliases a tensor.
+
+        Returns:
+            File → xxh3-128 of its chunks, in hex. None of files with tensors of a GPU: what it has
+            written lies in no core's cache, and hashing it would keep the training waiting.
+        """
         self.fit(layout.size)
         if layout is not self._layout:
             self._lay_out(layout)
-        for path, tensors in tensors_by_path.items():
-            if all(map(_is_array, tensors.values())):
-                self._copy_arrays(path, tensors)
-            else:
-                self._copy_mixed(path, tensors)
+        copies: dict[str, ImageCopy] = {}
+        for image in layout.images:
+            tensors = tensors_by_path[image.path]
+            if _on_gpu(tensors):
+                self._copy(image.path, tensors)
+                continue
+            plain = {
+                name: data for name, one in tensors.items() if (data := _plain(one)) is not None
+            }
+            self._copy(image.path, {n: t for n, t in tensors.items() if n not in plain})
+            copies[image.path] = self._image_copy(image, plain)
+        return copy_images(copies)
 
     def file_bytes(self, image: FileImage) -> memoryview:
         """The finished file, as a view of the arena."""
@@ -99,6 +114,20 @@ class Arena:
                 arrays[place.name] = shaped
             self._specs[image.path] = {place.name: place.spec for place in image.places}
         self._layout = layout
+
+    def _image_copy(self, image: FileImage, plain: Mapping[str, Bytes]) -> ImageCopy:
+        parts = [
+            (len(image.header) + place.start, plain[place.name])
+            for place in image.places
+            if place.name in plain
+        ]
+        return ImageCopy(self._buffer[image.arena_offset :][: image.size], parts)
+
+    def _copy(self, path: str, tensors: Mapping[str, Any]) -> None:
+        if all(map(_is_array, tensors.values())):
+            self._copy_arrays(path, tensors)
+        else:
+            self._copy_mixed(path, tensors)
 
     def _copy_arrays(self, path: str, arrays: Mapping[str, Array]) -> None:
         places = self._arrays[path]
@@ -131,6 +160,21 @@ class Arena:
 
 def _is_array(tensor: Any) -> bool:
     return isinstance(tensor, np.ndarray)
+
+
+def _on_gpu(tensors: Mapping[str, Any]) -> bool:
+    others = [tensor for tensor in tensors.values() if not _is_array(tensor)]
+    return bool(others) and torch_arena().on_gpu(others)
+
+
+def _plain(tensor: Any) -> Bytes | None:
+    """The bytes of a large tensor as they are stored, if they lie in host memory in one piece."""
+    if not isinstance(tensor, np.ndarray):
+        return torch_arena().plain_bytes(tensor)
+    array = cast("Array", tensor)
+    if array.nbytes < LARGE_BYTES or not array.flags.c_contiguous or not array.dtype.isnative:
+        return None
+    return array.reshape(-1).view(np.uint8)
 
 
 def spec_of(tensor: Any) -> TensorSpec:

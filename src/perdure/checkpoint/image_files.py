@@ -8,12 +8,9 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Literal, Protocol
 
-import xxhash
-
 from perdure.checkpoint.arena import Arena
-from perdure.checkpoint.files import FileProblem, wrong_bytes
+from perdure.checkpoint.files import FileEntry, FileProblem, wrong_bytes
 from perdure.checkpoint.layout import FileImage
-from perdure.checkpoint.manifest import FileEntry
 from perdure.checkpoint.verification import check_file
 from perdure.core.errors import StorageError
 from perdure.core.events import EventSink
@@ -21,6 +18,9 @@ from perdure.core.storage_api import Storage
 from perdure.storage import PosixStorage, bulk
 from perdure.storage.bulk_process import BulkProcess, BulkProcessLost
 from perdure.storage.refusals import refusal
+
+Sums = tuple[str, ...] | None
+"""xxh3-128 of the chunks of a file, in hex, if they were taken as it was copied."""
 
 WriterKind = Literal["auto", "process", "thread"]
 
@@ -35,8 +35,14 @@ _TRIES = 2
 class ImageFiles(Protocol):
     """Used by the thread that saves."""
 
-    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+    def write(self, path: str, arena: Arena, image: FileImage, sums: Sums) -> FileEntry:
         """Create a file; its content is durable on return, its name is not.
+
+        Args:
+            path: A file that does not exist.
+            arena: Where its bytes lie.
+            image: Which of them.
+            sums: Checksums of its chunks; None: they are taken now.
 
         Raises:
             StorageError: The storage refused; a part of the file may be there.
@@ -81,9 +87,10 @@ class StorageFiles:
         self._storage = storage
         self._giving_up = GivingUp()
 
-    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+    def write(self, path: str, arena: Arena, image: FileImage, sums: Sums) -> FileEntry:
         data = arena.file_bytes(image)
-        return append_file(self._storage, path, data, progress=self._giving_up.check)
+        progress = self._giving_up.check
+        return append_file(self._storage, path, data, sums=sums, progress=progress)
 
     def write_small(self, path: str, data: bytes) -> FileEntry:
         return append_file(self._storage, path, memoryview(data))
@@ -106,20 +113,23 @@ class DirectFiles:
         self._room = bulk.Room()
         self.giving_up = GivingUp()
 
-    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+    def write(self, path: str, arena: Arena, image: FileImage, sums: Sums) -> FileEntry:
+        full, data, progress = (
+            self._storage.full(path),
+            arena.file_blocks(image),
+            self.giving_up.check,
+        )
         with _refusing("write", path):
-            sums = bulk.write_image(
-                self._storage.full(path),
-                arena.file_blocks(image),
-                image.size,
-                progress=self.giving_up.check,
-            )
-        return entry_of(image.size, sums)
+            if sums is None:
+                sums = bulk.write_image(full, data, image.size, progress=progress)
+            else:
+                bulk.write_parts(full, [data], image.size, buffer=None, progress=progress)
+        return FileEntry.chunked(image.size, sums)
 
     def write_small(self, path: str, data: bytes) -> FileEntry:
         with _refusing("write", path):
             sums = bulk.write_image(self._storage.full(path), memoryview(data), len(data))
-        return entry_of(len(data), sums)
+        return FileEntry.chunked(len(data), sums)
 
     def check(self, root: str, file: str, entry: FileEntry) -> FileProblem | None:
         path = f"{root}/{file}"
@@ -129,7 +139,7 @@ class DirectFiles:
             bad = bulk.check_image(
                 self._storage.full(path),
                 entry.bytes,
-                _chunk_sums(entry),
+                entry.sums,
                 room=self._room,
                 progress=self.giving_up.check,
             )
@@ -167,19 +177,21 @@ class ProcessFiles:
         """Of the process, while it runs."""
         return self._process.pid
 
-    def write(self, path: str, arena: Arena, image: FileImage) -> FileEntry:
+    def write(self, path: str, arena: Arena, image: FileImage, sums: Sums) -> FileEntry:
         full = self._storage.full(path)
         self._direct.giving_up.check()
         begun = 0
         while begun < _TRIES:
             memory = arena.shared
             if memory is None or self._not_started == STARTS:
-                return self._direct.write(path, arena, image)
+                return self._direct.write(path, arena, image, sums)
             try:
                 with _refusing("write", path):
-                    sums = self._process.write(full, memory, image.arena_offset, image.size)
+                    taken = self._process.write(
+                        full, memory, image.arena_offset, image.size, sums=sums is None
+                    )
                 self._not_started = 0
-                return entry_of(image.size, sums)
+                return FileEntry.chunked(image.size, taken if sums is None else sums)
             except BulkProcessLost as lost:
                 begun += lost.started
                 self._lost(lost)
@@ -198,7 +210,7 @@ class ProcessFiles:
                 return self._direct.check(root, file, entry)
             try:
                 with _refusing("read", path):
-                    bad = self._process.check(full, entry.bytes, _chunk_sums(entry))
+                    bad = self._process.check(full, entry.bytes, entry.sums)
                 return _problem(file, bad, entry)
             except BulkProcessLost as lost:
                 self._lost(lost)
@@ -244,32 +256,26 @@ def append_file(
     path: str,
     data: memoryview,
     *,
+    sums: Sums = None,
     progress: Callable[[], None] = bulk.no_progress,
 ) -> FileEntry:
-    """Write a new file durably, hashing on the way; the checksums are those of the memory.
+    """Write a new file durably; the checksums are those of the memory.
 
     ``progress`` is called after every chunk.
     """
-    whole, chunks = xxhash.xxh3_128(), list[str]()
+    taken = bulk.ChunkSums(bulk.CHUNK_BYTES)
     file = storage.create_append(path)
     try:
         for start in range(0, data.nbytes, bulk.CHUNK_BYTES):
             piece = data[start : start + bulk.CHUNK_BYTES]
-            whole.update(piece)
-            chunks.append(xxhash.xxh3_128(piece).hexdigest())
+            if sums is None:
+                taken.update(piece)
             file.append([piece])
             progress()
         file.sync()
     finally:
         file.close()
-    return entry_of(data.nbytes, bulk.ImageSums(whole.hexdigest(), tuple(chunks)))
-
-
-def entry_of(size: int, sums: bulk.ImageSums) -> FileEntry:
-    """How the manifest lists a file; the one chunk of a small one is the file itself."""
-    if len(sums.chunks) < 2:
-        return FileEntry(size, sums.checksum)
-    return FileEntry(size, sums.checksum, bulk.CHUNK_BYTES, sums.chunks)
+    return FileEntry.chunked(data.nbytes, taken.hexdigests() if sums is None else sums)
 
 
 def has_size(storage: Storage, path: str, entry: FileEntry) -> bool:
@@ -277,14 +283,8 @@ def has_size(storage: Storage, path: str, entry: FileEntry) -> bool:
     return storage.exists(path) and storage.size(path) == entry.bytes
 
 
-def _chunk_sums(entry: FileEntry) -> tuple[str, ...]:
-    return entry.chunks or (entry.checksum,)
-
-
 def _problem(file: str, bad: list[int], entry: FileEntry) -> FileProblem | None:
-    if not bad:
-        return None
-    return wrong_bytes(file, bad if entry.chunks else ())
+    return wrong_bytes(file, bad, entry) if bad else None
 
 
 @contextlib.contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
 
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.keep import Keep
 from perdure.checkpoint.registry import RESTORE_ORDER, Kind, tensor_file_of
 from perdure.checkpoint.sharded import ShardedTensor, Shards, first_problem, shard_file
@@ -31,8 +32,11 @@ RANKS_FEATURE = "ranks"
 GROUPED_FEATURE = "grouped"
 """Required of whoever reads a checkpoint in which components share a tensor file."""
 
+CHUNKS_FEATURE = "chunks"
+"""Required of whoever reads a checkpoint with a file that has checksums of its chunks only."""
+
 FEATURES: frozenset[str] = frozenset(
-    {SEGMENTS_FEATURE, LEGACY_FEATURE, RANKS_FEATURE, GROUPED_FEATURE}
+    {SEGMENTS_FEATURE, LEGACY_FEATURE, RANKS_FEATURE, GROUPED_FEATURE, CHUNKS_FEATURE}
 )
 """Required features this version understands; a manifest that needs another one is refused."""
 
@@ -70,37 +74,6 @@ class StagedInfo:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
     keep: Keep | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """Size and xxh3-128 of one file, and of each ``chunk_bytes`` of it if there are several."""
-
-    bytes: int
-    checksum: str
-    chunk_bytes: int = 0
-    chunks: tuple[str, ...] = ()
-
-    def encode(self) -> dict[str, Any]:
-        """Its part of the manifest."""
-        fields: dict[str, Any] = {"bytes": self.bytes, "xxh3_128": self.checksum}
-        if self.chunks:
-            fields["chunks"] = {"bytes": self.chunk_bytes, "xxh3_128": list(self.chunks)}
-        return fields
-
-    @classmethod
-    def decode(cls, item: Mapping[str, Any]) -> FileEntry:
-        """Read :meth:`encode` back. Raises ``KeyError``, ``TypeError`` or ``ValueError``."""
-        size, chunks = int(item["bytes"]), item.get("chunks", {"bytes": 0, "xxh3_128": ()})
-        entry = cls(
-            size,
-            str(item["xxh3_128"]),
-            int(chunks["bytes"]),
-            tuple(str(checksum) for checksum in chunks["xxh3_128"]),
-        )
-        if entry.chunks and -(-size // max(1, entry.chunk_bytes)) != len(entry.chunks):
-            raise ValueError("the checksums of the chunks do not cover the file")
-        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +155,13 @@ class Manifest:
     def bytes(self) -> int:
         """Bytes of all files, the manifest itself left out."""
         return sum(entry.bytes for entry in self.files.values())
+
+    def with_files(self, files: Mapping[str, FileEntry]) -> Manifest:
+        """The same with these files in place of those it has."""
+        features = [feature for feature in self.features if feature != CHUNKS_FEATURE]
+        if any(len(entry.sums) > 1 for entry in files.values()):
+            features.append(CHUNKS_FEATURE)
+        return replace(self, files=files, features=tuple(features))
 
     def encode(self) -> bytes:
         """Sealed JSON, as written to disk."""

@@ -15,12 +15,12 @@ import xxhash
 
 from perdure.checkpoint.arena import shaped
 from perdure.checkpoint.dtypes import NUMPY_BY_CODE, item_size
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.layout import FileImage, TensorPlace, TensorSpec, parse_header, plan
 from perdure.checkpoint.manifest import (
     EXPERIENCE_FILE,
     STATE_FILE,
     ComponentEntry,
-    FileEntry,
     Manifest,
     directory_path,
 )
@@ -50,8 +50,8 @@ class CheckedFile:
     def __init__(self, data: Bytes, entry: FileEntry, *, where: str) -> None:
         self._data = data
         self._where = where
-        self._step = entry.chunk_bytes if entry.chunks else max(1, entry.bytes)
-        self._sums = entry.chunks or (entry.checksum,)
+        self._step = max(1, entry.chunk_bytes)
+        self._sums = entry.sums
         self._right: set[int] = set()
         if data.nbytes != entry.bytes:
             raise damaged(where, "checksum does not match")

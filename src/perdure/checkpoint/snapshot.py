@@ -45,6 +45,8 @@ class Snapshot:
     small_files: Mapping[str, bytes]
     segments: Mapping[str, tuple[Segment, ...]]
     """Component → its segments, which never change; not copied."""
+    sums: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """File → xxh3-128 of its chunks, where they were taken as it was copied."""
     agreement: Mapping[str, str] = field(default_factory=dict[str, str])
     """Of several ranks: component → digest of what must be the same on all of them."""
 
@@ -116,9 +118,9 @@ class Stager:
         )
         _check_encodable(manifest)
         small_files = _small_files(info, share, self._place) | _legacy_files(share)
-        arena.fill(layout, share.tensors)
+        sums = arena.fill(layout, share.tensors)
         guard.compare()
-        return Snapshot(manifest, arena, layout, small_files, segments, share.agreement)
+        return Snapshot(manifest, arena, layout, small_files, segments, sums, share.agreement)
 
     def size_of(self, entries: tuple[Entry, ...]) -> int:
         """Bytes of an arena that holds a copy of the components as they are now.

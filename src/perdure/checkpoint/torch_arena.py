@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from perdure.checkpoint.copying import LARGE_BYTES
 from perdure.checkpoint.layout import TensorSpec
 
 DTYPE_BY_CODE = {
@@ -29,7 +30,6 @@ DTYPE_BY_CODE = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-_LARGE_BYTES = 64 << 10
 _CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
 
 
@@ -62,7 +62,8 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """
     with torch.no_grad():
         if not on_gpu(sources):
-            _copy_on_host(targets, sources)
+            if targets:
+                torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
             return
         stream = _side_stream()
         # What the training stream was given comes first; what it is given later waits for nothing.
@@ -73,32 +74,16 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         stream.synchronize()
 
 
-def _copy_on_host(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    rest: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for target, source in zip(targets, sources, strict=True):
-        if _as_bytes(source):
-            np.copyto(_bytes_of(target), _bytes_of(source))
-        else:
-            rest.append((target, source))
-    if rest:
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            [target for target, _ in rest], [source for _, source in rest]
-        )
-
-
-def _as_bytes(source: torch.Tensor) -> bool:
-    """Whether ``memmove`` is sooner than torch: by a quarter, where torch has one thread."""
-    return (
-        torch.get_num_threads() == 1
-        and source.device.type == "cpu"
-        and source.nbytes >= _LARGE_BYTES
-        and source.is_contiguous()
-        and not source.is_conj()
-        and not source.is_neg()
-    )
-
-
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def plain_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
+    """The bytes of a large tensor as they are stored, if they lie in host memory in one piece."""
+    if (
+        tensor.nbytes < LARGE_BYTES
+        or tensor.device.type != "cpu"
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return None
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 

@@ -8,13 +8,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import xxhash
-
-from perdure.checkpoint.files import FileProblem, file_problem
+from perdure.checkpoint.files import FileEntry, FileProblem, file_problem
 from perdure.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
-    FileEntry,
     Manifest,
     decode_manifest,
     digest_of,
@@ -77,24 +74,8 @@ class Choice:
 
 def check_file(storage: Storage, root: str, file: str, entry: FileEntry) -> FileProblem | None:
     """What is wrong with ``root/file``, if anything: presence, size, checksum of every byte."""
-    problem = file_problem(
-        storage,
-        f"{root}/{file}",
-        size=entry.bytes,
-        checksum=entry.checksum,
-        locate=lambda data: bad_chunks(data, entry),
-    )
+    problem = file_problem(storage, f"{root}/{file}", entry)
     return None if problem is None else replace(problem, file=file)
-
-
-def bad_chunks(data: memoryview, entry: FileEntry) -> list[int]:
-    """Indices of the chunks whose checksum does not match; none if the file has only one."""
-    step = entry.chunk_bytes
-    return [
-        index
-        for index, checksum in enumerate(entry.chunks)
-        if xxhash.xxh3_128_hexdigest(data[index * step : (index + 1) * step]) != checksum
-    ]
 
 
 def verify(

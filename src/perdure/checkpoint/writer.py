@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable
-from dataclasses import replace
 
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.image_files import ImageFiles
 from perdure.checkpoint.manifest import (
     MANIFEST,
-    FileEntry,
     Manifest,
     digest_of,
     directory_path,
@@ -63,7 +62,7 @@ def write_files(
     for path, entry in files.items():
         _verify_written(images, root, path, entry)
     faults.reach(FaultPoint.CHECKPOINT_FILES_DURABLE)
-    return replace(snapshot.manifest, files=files)
+    return snapshot.manifest.with_files(files)
 
 
 def write_manifest(
@@ -99,7 +98,8 @@ def _write_files(
 
     for image in snapshot.layout.images:
         temporary = _temporary(f"{root}/{image.path}")
-        files[image.path] = images.write(temporary, snapshot.arena, image)
+        sums = snapshot.sums.get(image.path)
+        files[image.path] = images.write(temporary, snapshot.arena, image, sums)
         rename(image.path)
     for path, data in snapshot.small_files.items():
         files[path] = images.write_small(_temporary(f"{root}/{path}"), data)

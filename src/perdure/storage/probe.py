@@ -272,7 +272,7 @@ def _check_rate(folder: Path, clock: Clock, size: int) -> Finding:
         started_s = clock.monotonic_s()
         sums = bulk.write_image(path, data, size)
         written_s = clock.monotonic_s()
-        bad = bulk.check_image(path, size, sums.chunks)
+        bad = bulk.check_image(path, size, sums)
         read_s = clock.monotonic_s()
     if bad:
         return Finding("writing", "failed", "what was written reads back wrong")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from perdure.checkpoint.files import FileProblem, file_problem
+from perdure.checkpoint.files import FileEntry, FileProblem, file_problem
 from perdure.checkpoint.segments import mapped
 from perdure.checkpoint.segments.format import encode_index
 from perdure.checkpoint.segments.mapped import MappedSegment, Mappings
@@ -194,7 +194,7 @@ def segment_problem(
 ) -> FileProblem | None:
     """What is wrong with a segment; with ``component``, only presence, size and index are read."""
     if component is None:
-        return file_problem(storage, stored.path, size=stored.bytes, checksum=stored.checksum)
+        return file_problem(storage, stored.path, FileEntry.whole(stored.bytes, stored.checksum))
     index = mapped.read_index(storage, stored, component=component)
     return index if isinstance(index, FileProblem) else None
 

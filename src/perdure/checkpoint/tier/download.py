@@ -6,13 +6,13 @@ import posixpath
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 
 import xxhash
 
-from perdure.checkpoint.manifest import FileEntry
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.tier.objects import ObjectStore
 from perdure.checkpoint.tier.options import TierOptions
 from perdure.checkpoint.tier.pieces import in_order
@@ -52,7 +52,7 @@ class Wanted:
     path: str
     entry: FileEntry
     ranges: tuple[Range, ...]
-    """``entry.checksum`` may be empty: then each range has one."""
+    """``entry`` may have no checksum: then each range has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +74,22 @@ class _Arriving:
     arrived: Iterator[_Arrived]
     buffers: SimpleQueue[memoryview]
     right: bool = True
-    state: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
     def __iter__(self) -> Generator[tuple[int, memoryview, memoryview]]:
-        position = 0
+        wanted, position = self.file.entry, 0
+        sums = bulk.ChunkSums(wanted.chunk_bytes)
         for one in self.file.ranges:
             got = next(self.arrived)
             if got.data is None:
                 self.right = False
             else:
-                self.state.update(got.data)
+                sums.update(got.data)
                 yield position, got.data, got.buffer
             position += one.end - one.start
             self.buffers.put(got.buffer)
-        wanted = self.file.entry
         self.right = self.right and position == wanted.bytes
-        if wanted.checksum:
-            self.right = self.right and self.state.hexdigest() == wanted.checksum
+        if wanted.sums:
+            self.right = self.right and sums.hexdigests() == wanted.sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +134,11 @@ class Download:
     def _is_here(self, file: Wanted) -> bool:
         if not self.storage.exists(file.path):
             return False
-        if not file.entry.checksum:
+        if not file.entry.sums:
             return self.storage.size(file.path) >= file.entry.bytes
         if self.storage.size(file.path) != file.entry.bytes:
             return False
-        return xxhash.xxh3_128_hexdigest(self.storage.map(file.path).data) == file.entry.checksum
+        return not file.entry.bad_chunks(self.storage.map(file.path).data)
 
     def _fetch(self, files: Sequence[Wanted]) -> list[Wanted]:
         """Fetch each file once; returns those that arrived wrong."""

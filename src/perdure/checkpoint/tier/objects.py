@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import xxhash
-
 from perdure.core.clock import Clock
 from perdure.core.errors import ConfigError, StorageError
 from perdure.core.keyed_random import generator
+from perdure.storage import bulk
 
 Bytes = bytes | memoryview
 _T = TypeVar("_T")
@@ -23,20 +22,10 @@ class RemoteUnavailableError(StorageError):
 
 def chunk_sums(data: Iterable[Bytes], chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
     """How many bytes there are in the parts together, and xxh3-128 of each ``chunk_bytes``."""
-    sums: list[str] = []
-    state, left, size = xxhash.xxh3_128(), chunk_bytes, 0
+    sums = bulk.ChunkSums(chunk_bytes)
     for part in data:
-        rest = memoryview(part)
-        size += len(rest)
-        while len(rest) >= left:
-            state.update(rest[:left])
-            sums.append(state.hexdigest())
-            state, rest, left = xxhash.xxh3_128(), rest[left:], chunk_bytes
-        state.update(rest)
-        left -= len(rest)
-    if left < chunk_bytes:
-        sums.append(state.hexdigest())
-    return size, tuple(sums)
+        sums.update(part)
+    return sums.bytes, sums.hexdigests()
 
 
 class ObjectStore(Protocol):

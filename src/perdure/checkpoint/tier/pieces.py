@@ -8,7 +8,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from perdure.checkpoint.manifest import FileEntry, Manifest, directory_path
+from perdure.checkpoint.files import FileEntry
+from perdure.checkpoint.manifest import Manifest, directory_path
 from perdure.checkpoint.tier.objects import RemoteUnavailableError
 
 _T = TypeVar("_T")
@@ -46,7 +47,7 @@ def files_of(manifest: Manifest) -> dict[str, FileEntry]:
 def segments_of(manifest: Manifest) -> dict[str, FileEntry]:
     """Path in the run → entry of every segment that a checkpoint shares with others."""
     return {
-        one.path: FileEntry(one.bytes, one.checksum)
+        one.path: FileEntry.whole(one.bytes, one.checksum)
         for stored in manifest.segments.values()
         for one in stored
     }

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.manifest import (
     MANIFEST,
-    FileEntry,
     decode_manifest,
     digest_of,
     directory_path,
@@ -238,7 +238,7 @@ class _Pull:
         if digest_of(data) != one.manifest_digest:
             raise _not_whole("is not the manifest that the pointer names", where=where)
         manifest = decode_manifest(data, where=where)
-        entry = FileEntry(len(data), one.manifest_digest)
+        entry = FileEntry.whole(len(data), one.manifest_digest)
         files = [
             _cut(path, file, piece_bytes=one.piece_bytes_of(path))
             for path, file in (segments_of(manifest) | files_of(manifest)).items()
@@ -279,7 +279,7 @@ def _cut(path: str, entry: FileEntry, *, piece_bytes: int) -> Wanted:
 
 
 def _small(path: str, file: RemoteFile) -> Wanted:
-    entry = FileEntry(file.bytes, file.checksum)
+    entry = FileEntry.whole(file.bytes, file.checksum)
     return Wanted(path, entry, (Range.all_of(file.object, file.bytes),))
 
 
@@ -291,4 +291,4 @@ def _chained(name: str, parts: list[LogPart], length: int) -> Wanted:
         size = part.end - part.start
         ranges.append(Range(part.key, size, position - part.start, end - part.start, part.checksum))
         position = end
-    return Wanted(f"{LOG_DIR}/{name}", FileEntry(length, ""), tuple(ranges))
+    return Wanted(f"{LOG_DIR}/{name}", FileEntry(length, length, ()), tuple(ranges))

@@ -8,11 +8,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
-import xxhash
-
+from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.manifest import (
     MANIFEST,
-    FileEntry,
     Manifest,
     decode_manifest,
     digest_of,
@@ -26,6 +24,7 @@ from perdure.checkpoint.tier.pieces import Piece, files_of, in_order, pieces_of,
 from perdure.core.errors import DamagedError
 from perdure.core.faults import FaultHook, FaultPoint
 from perdure.core.storage_api import Storage
+from perdure.storage import bulk
 
 
 def read_committed(
@@ -99,12 +98,12 @@ class Upload:
         pieces = pieces_of(path, entry.bytes, piece_bytes=self.options.piece_bytes)
         said = {piece: sums for piece in pieces if (sums := _said(entry, piece)) is not None}
         # What comes back is then compared with the manifest: the file itself need not be hashed.
-        hashed = None if self.options.read_back and len(said) == len(pieces) else _Hashed()
+        hashed = None if self.options.read_back and len(said) == len(pieces) else _Hashed(entry)
         with local.open(path) as read:
             for _ in self._each(self._store_calls(pieces, read, hashed, there)):
                 self.faults.reach(FaultPoint.REMOTE_PIECE_STORED)
                 self.between()
-        if hashed is not None and hashed.whole.hexdigest() != entry.checksum:
+        if hashed is not None and not hashed.right:
             raise _damaged(path)
         if self.options.read_back:
             wanted = said if hashed is None else hashed.pieces
@@ -185,25 +184,29 @@ class _Sums:
 class _Hashed:
     """Checksums of what is stored, taken as it goes."""
 
-    def __init__(self) -> None:
-        self.whole = xxhash.xxh3_128()
+    def __init__(self, entry: FileEntry) -> None:
+        self._wanted = entry.sums
+        self._sums = bulk.ChunkSums(entry.chunk_bytes)
         self.pieces: dict[Piece, _Sums] = {}
 
     def add(self, piece: Piece, data: memoryview, *, each: bool) -> None:
         """The next piece; with ``each`` it gets a checksum of its own too."""
-        self.whole.update(data)
+        self._sums.update(data)
         if each:
             self.pieces[piece] = _Sums.of(data, piece.bytes)
+
+    @property
+    def right(self) -> bool:
+        """Whether all that went by is the file that was committed."""
+        return self._sums.hexdigests() == self._wanted
 
 
 def _said(entry: FileEntry, piece: Piece) -> _Sums | None:
     """What the manifest says about a piece, if its checksums end where the piece does."""
-    if piece.bytes == entry.bytes and not entry.chunks:
-        return _Sums(entry.bytes, (entry.checksum,))
     size = entry.chunk_bytes
-    if not entry.chunks or piece.start % size or (piece.end % size and piece.end < entry.bytes):
+    if piece.start % size or (piece.end % size and piece.end < entry.bytes):
         return None
-    return _Sums(size, tuple(entry.chunks[piece.start // size : -(-piece.end // size)]))
+    return _Sums(size, tuple(entry.sums[piece.start // size : -(-piece.end // size)]))
 
 
 def _damaged(path: str) -> DamagedError:

@@ -6,12 +6,13 @@ folder as a package of its own, so that it starts in a fraction of a second.
 
 from .blocks import ALIGNMENT, CHUNK_BYTES, aligned, chunk_buffer, huge_pages, no_progress
 from .reading import Room, check_image, open_past_cache, read_piece
-from .writing import ImageSums, write_blocks, write_image, write_parts
+from .sums import ChunkSums
+from .writing import write_blocks, write_image, write_parts
 
 __all__ = [
     "ALIGNMENT",
     "CHUNK_BYTES",
-    "ImageSums",
+    "ChunkSums",
     "Room",
     "aligned",
     "check_image",

@@ -18,7 +18,7 @@ from typing import Any
 
 from .blocks import aligned, chunk_buffer
 from .reading import Room, check_image
-from .writing import write_image
+from .writing import write_image, write_parts
 
 _ORPHAN_CHECK_S = 0.5
 _RECEIVE_BYTES = 64 << 10
@@ -39,8 +39,8 @@ class Server:
         self._received = b""
         self._descriptors: list[int] = []
         self._memories: dict[int, mmap.mmap] = {}
-        self._buffers = [chunk_buffer() for _ in range(_BUFFERS)]
-        self._room = Room(self._buffers[0])
+        self._buffers: list[memoryview] = []
+        self._room = Room()
 
     def serve(self) -> None:
         """Work until the parent closes the socket or is gone."""
@@ -81,24 +81,27 @@ class Server:
         elif kind == "forget":
             del self._memories[job["memory"]]
         elif kind == "write":
-            start = job["offset"]
-            with memoryview(self._memories[job["memory"]]) as memory:
-                data = memory[start : start + aligned(job["size"])]
-                sums = write_image(
-                    job["path"],
-                    data,
-                    job["size"],
-                    buffers=self._buffers,
-                    step=_CACHED_BYTES,
-                    progress=self._alive,
-                )
-            return sums._asdict()
+            return {"sums": self._write(job)}
         elif kind == "check":
             bad = check_image(
                 job["path"], job["size"], job["chunks"], room=self._room, progress=self._alive
             )
             return {"bad": bad}
         return {}
+
+    def _write(self, job: dict[str, Any]) -> tuple[str, ...] | None:
+        """Checksums are taken only if they are asked for."""
+        path, start, size = job["path"], job["offset"], job["size"]
+        with memoryview(self._memories[job["memory"]]) as memory:
+            data = memory[start : start + aligned(size)]
+            if not job["sums"]:
+                write_parts(path, [data], size, buffer=None, progress=self._alive)
+                return None
+            if not self._buffers:
+                self._buffers = [chunk_buffer() for _ in range(_BUFFERS)]
+            return write_image(
+                path, data, size, buffers=self._buffers, step=_CACHED_BYTES, progress=self._alive
+            )
 
     def _map(self, memory: int, size: int) -> None:
         descriptor = self._descriptors.pop(0)

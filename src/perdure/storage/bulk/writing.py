@@ -8,20 +8,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import NamedTuple
 
 import xxhash
 
 from .blocks import CHUNK_BYTES, aligned, no_progress, open_direct
+from .sums import ChunkSums
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-class ImageSums(NamedTuple):
-    """xxh3-128 of a file and of each of its chunks, in hex."""
-
-    checksum: str
-    chunks: tuple[str, ...]
 
 
 def write_image(
@@ -32,7 +25,7 @@ def write_image(
     buffers: Sequence[memoryview] = (),
     step: int = CHUNK_BYTES,
     progress: Callable[[], None] = no_progress,
-) -> ImageSums:
+) -> tuple[str, ...]:
     """Create a file; its content is durable on return, its name is not.
 
     Args:
@@ -45,9 +38,12 @@ def write_image(
             than what a disk needs longer for memory in small pages.
         step: Bytes that are copied and hashed before the next ones, a divisor of a chunk and a
             multiple of :data:`ALIGNMENT`. What fits a core's cache is read from memory once, not
-            for each checksum again; but each step asks for the interpreter's lock, which a busy
+            for the checksum again; but each step asks for the interpreter's lock, which a busy
             process gives back late.
         progress: Called after every chunk.
+
+    Returns:
+        xxh3-128 of its chunks, in hex; of an empty file there is one.
 
     Raises:
         OSError: The file system refused; a part of the file may be there.
@@ -62,7 +58,12 @@ def write_image(
 
 
 def write_parts(
-    path: str, parts: Sequence[memoryview], size: int, *, buffer: memoryview | None
+    path: str,
+    parts: Sequence[memoryview],
+    size: int,
+    *,
+    buffer: memoryview | None,
+    progress: Callable[[], None] = no_progress,
 ) -> None:
     """As :func:`write_image`, without checksums and without a thread.
 
@@ -71,13 +72,14 @@ def write_parts(
         parts: The bytes, one part behind the other. Without a buffer there is only one.
         size: Bytes of the file.
         buffer: One of :func:`chunk_buffer`, which they go through.
+        progress: Called after every chunk.
 
     Raises:
         OSError: The file system refused; a part of the file may be there.
     """
     source = _Source(parts, size, buffer is not None)
     pieces = ((start, source.piece(start, end, buffer)) for start, end in source.ends())
-    _create(path, size, pieces, whole_blocks=source.whole_blocks)
+    _create(path, size, pieces, whole_blocks=source.whole_blocks, progress=progress)
 
 
 def write_blocks(path: str, pieces: Iterable[tuple[int, memoryview]], size: int) -> None:
@@ -178,7 +180,6 @@ class _Feed:
         self._copies = bool(buffers)
         self._closed = False
         self._failed = ""
-        self._whole = xxhash.xxh3_128()
         self._chunks: list[str] = []
         self._thread: threading.Thread | None = None
         if source.size <= CHUNK_BYTES:
@@ -214,9 +215,9 @@ class _Feed:
         if self._thread is not None:
             self._thread.join()
 
-    def sums(self) -> ImageSums:
+    def sums(self) -> tuple[str, ...]:
         """Those of all pieces."""
-        return ImageSums(self._whole.hexdigest(), tuple(self._chunks))
+        return tuple(self._chunks) or ChunkSums(CHUNK_BYTES).hexdigests()
 
     def _run(self) -> None:
         try:
@@ -242,14 +243,13 @@ class _Feed:
         return None if buffer is None else buffer[: end - start]
 
     def _fill(self, blocks: memoryview, size: int) -> None:
-        """Copy the chunk if it has to be, and take the checksums of its first ``size`` bytes."""
+        """Copy the chunk if it has to be, and take the checksum of its first ``size`` bytes."""
         chunk = xxhash.xxh3_128()
         for start in range(0, blocks.nbytes, self._step):
             part = blocks[start : start + self._step]
             if self._copies:
                 self._source.copy(part)
             # Objects, not the one-shot function, so that other threads may run meanwhile.
-            self._whole.update(part[: size - start])
             chunk.update(part[: size - start])
         self._chunks.append(chunk.hexdigest())
 
