@@ -14,6 +14,7 @@ from tier_cases import OPTIONS, BreakingObjects, TieredRun, memory_objects
 from perdure.checkpoint.files import FileEntry
 from perdure.checkpoint.manifest import Manifest, decode_manifest
 from perdure.checkpoint.tier import ObjectStore, RemoteUnavailableError
+from perdure.checkpoint.tier.local_pieces import LocalPieces
 from perdure.checkpoint.tier.pieces import in_order
 from perdure.checkpoint.tier.upload import Upload
 from perdure.core.errors import DamagedError
@@ -53,7 +54,8 @@ class Saved:
         )
 
     def upload(self, objects: ObjectStore, executor: ThreadPoolExecutor) -> None:
-        upload = Upload(self.storage, objects, OPTIONS, executor, NoFaults(), lambda: None)
+        local = LocalPieces(self.storage, piece_bytes=PIECE, ahead=2)
+        upload = Upload(self.storage, local, objects, OPTIONS, executor, NoFaults(), lambda: None)
         upload.run(self.manifest, self.manifest.encode(), shared=())
 
     def damage(self) -> None:

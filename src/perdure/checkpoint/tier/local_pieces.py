@@ -17,12 +17,15 @@ from perdure.storage.refusals import refusal
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-ReadPiece = Callable[[Piece], memoryview]
+Watch = Callable[[memoryview], None]
+"""Is shown what was read as soon as it is, while a cache still has it."""
+
+ReadPiece = Callable[[Piece, Watch], memoryview]
 """Its bytes, fewer if the file ends before; good until ``ahead`` further pieces were read."""
 
 
 class LocalPieces:
-    """Pieces of one checkpoint's files; one thread at a time.
+    """Pieces of checkpoints' files; one thread at a time.
 
     A checkpoint's files were written past the page cache. On a disk of Linux they are read past it
     too, into buffers that are used again: through the cache, a page at a time, reading would cost
@@ -31,7 +34,7 @@ class LocalPieces:
     Args:
         storage: Where the files are.
         piece_bytes: Longest piece.
-        ahead: How many pieces are in use at once; there are as many buffers.
+        ahead: How many pieces are in use at once; there are as many buffers, which stay.
     """
 
     def __init__(self, storage: Storage, *, piece_bytes: int, ahead: int) -> None:
@@ -47,7 +50,7 @@ class LocalPieces:
         """Raises ``FileNotFoundError`` or ``StorageError``, also from the function it gives."""
         if self._disk is None:
             data = self._storage.map(path).data
-            yield lambda piece: data[piece.start : piece.end]
+            yield lambda piece, watch: _watched(data[piece.start : piece.end], watch)
             return
         disk = self._disk
         with contextlib.ExitStack() as held:
@@ -55,24 +58,30 @@ class LocalPieces:
                 opened = bulk.open_past_cache(disk.full(path), forget=False)
                 descriptor = held.enter_context(opened)
 
-            def read(piece: Piece) -> memoryview:
+            def read(piece: Piece, watch: Watch) -> memoryview:
                 with _refusing(path):
-                    return self._read(descriptor, piece)
+                    return self._read(descriptor, piece, watch)
 
             yield read
 
-    def _read(self, descriptor: int, piece: Piece) -> memoryview:
+    def _read(self, descriptor: int, piece: Piece, watch: Watch) -> memoryview:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         room = slot.room(piece.bytes)
         filled = 0
         while filled < piece.bytes:
             part = room[filled : filled + bulk.CHUNK_BYTES]
-            count = bulk.read_piece(descriptor, part, piece.start + filled, piece.end).nbytes
-            filled += count
-            if count < part.nbytes:
+            got = bulk.read_piece(descriptor, part, piece.start + filled, piece.end)
+            watch(got)
+            filled += got.nbytes
+            if got.nbytes < part.nbytes:
                 break
         return slot.lend(min(filled, piece.bytes))
+
+
+def _watched(data: memoryview, watch: Watch) -> memoryview:
+    watch(data)
+    return data
 
 
 class _Slot:

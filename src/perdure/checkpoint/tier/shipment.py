@@ -16,6 +16,7 @@ from perdure.checkpoint.manifest import MANIFEST, Manifest, directory_path
 from perdure.checkpoint.retention import KnownMetrics
 from perdure.checkpoint.tier.head import Head, Pointer, RemoteCheckpoint, RemoteFile
 from perdure.checkpoint.tier.leaving import Leaving
+from perdure.checkpoint.tier.local_pieces import LocalPieces
 from perdure.checkpoint.tier.log_files import LOG_DIR, log_cut, ship_log, unshipped
 from perdure.checkpoint.tier.objects import RetryingObjects
 from perdure.checkpoint.tier.options import TierContext
@@ -70,6 +71,7 @@ class Shipment:
     _pointer: Pointer = field(init=False)
     _loaded: bool = field(default=False, init=False)
     _leaving: Leaving = field(init=False)
+    _local: LocalPieces = field(init=False)
     _metrics_of: MetricsOf = field(init=False)
     _trouble: str = field(default="", init=False)
 
@@ -85,6 +87,10 @@ class Shipment:
             faults=self.context.faults,
         )
         self._leaving = Leaving(self.objects, self._pointer)
+        options = self.context.options
+        self._local = LocalPieces(
+            self.storage, piece_bytes=options.piece_bytes, ahead=options.parallel
+        )
 
     @property
     def head(self) -> Head:
@@ -223,6 +229,7 @@ class Shipment:
             self._pointer.swap(lambda head: _begun(head, directory, segments, shared={*shared}))
         upload = Upload(
             self.storage,
+            self._local,
             self.objects,
             self.context.options,
             self.executor,

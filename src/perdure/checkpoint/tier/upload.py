@@ -48,11 +48,13 @@ class Upload:
     """One checkpoint on its way to the remote tier.
 
     Attributes:
+        local: Reads the pieces, ``options.piece_bytes`` each.
         executor: Runs the requests, ``options.parallel`` at a time.
         between: Called in the caller's thread between pieces; may raise to end the upload.
     """
 
     storage: Storage
+    local: LocalPieces
     objects: ObjectStore
     options: TierOptions
     executor: Executor
@@ -78,28 +80,24 @@ class Upload:
         root = directory_path(manifest.name.directory)
         segments = segments_of(manifest)
         new = {path: entry for path, entry in segments.items() if path not in shared}
-        options = self.options
-        local = LocalPieces(self.storage, piece_bytes=options.piece_bytes, ahead=options.parallel)
         there = self.objects.list(root)
         for folder in sorted({posixpath.dirname(path) for path in new}):
             there |= self.objects.list(folder)
         for path, entry in (new | files_of(manifest)).items():
-            self._store_file(path, entry, there, local)
+            self._store_file(path, entry, there)
         key = f"{root}/{MANIFEST}"
         if not self.objects.create(key, data) and self.objects.read(key) != data:
             raise separate_ways("another checkpoint of this name is in the remote tier", where=key)
         self.faults.reach(FaultPoint.REMOTE_MANIFEST_STORED)
 
-    def _store_file(
-        self, path: str, entry: FileEntry, there: dict[str, int], local: LocalPieces
-    ) -> None:
+    def _store_file(self, path: str, entry: FileEntry, there: dict[str, int]) -> None:
         if self.storage.size(path) != entry.bytes:
             raise _damaged(path)
         pieces = pieces_of(path, entry.bytes, piece_bytes=self.options.piece_bytes)
         said = {piece: sums for piece in pieces if (sums := _said(entry, piece)) is not None}
         # What comes back is then compared with the manifest: the file itself need not be hashed.
         hashed = None if self.options.read_back and len(said) == len(pieces) else _Hashed(entry)
-        with local.open(path) as read:
+        with self.local.open(path) as read:
             for _ in self._each(self._store_calls(pieces, read, hashed, there)):
                 self.faults.reach(FaultPoint.REMOTE_PIECE_STORED)
                 self.between()
@@ -131,11 +129,11 @@ class Upload:
             missing = there.get(piece.key) != piece.bytes
             if not missing and hashed is None:
                 continue
-            view = read(piece)
+            view = read(piece, _pass_by if hashed is None else hashed.update)
             if view.nbytes != piece.bytes:
                 raise _damaged(piece.path)
-            if hashed is not None:
-                hashed.add(piece, view, each=self.options.read_back)
+            if hashed is not None and self.options.read_back:
+                hashed.pieces[piece] = _Sums.of(view, piece.bytes)
             if missing:
                 yield partial(self._store, piece, view)
 
@@ -189,16 +187,18 @@ class _Hashed:
         self._sums = bulk.ChunkSums(entry.chunk_bytes)
         self.pieces: dict[Piece, _Sums] = {}
 
-    def add(self, piece: Piece, data: memoryview, *, each: bool) -> None:
-        """The next piece; with ``each`` it gets a checksum of its own too."""
+    def update(self, data: memoryview) -> None:
+        """The next bytes of the file."""
         self._sums.update(data)
-        if each:
-            self.pieces[piece] = _Sums.of(data, piece.bytes)
 
     @property
     def right(self) -> bool:
         """Whether all that went by is the file that was committed."""
         return self._sums.hexdigests() == self._wanted
+
+
+def _pass_by(data: memoryview) -> None:
+    """What was read is not looked at."""
 
 
 def _said(entry: FileEntry, piece: Piece) -> _Sums | None:
