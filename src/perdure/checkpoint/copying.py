@@ -25,7 +25,7 @@ LARGE_BYTES = 64 << 10
 """What a tensor must weigh to be copied here; for smaller ones the library's own call is sooner."""
 _STEP_BYTES = 512 << 10
 """Half of what a core's cache holds today at least; smaller steps cost more calls."""
-_MOST_THREADS = 4
+_MOST_THREADS = 8
 """Memory is busy with so many on most machines."""
 
 
@@ -51,7 +51,8 @@ class ImageCopy:
         end = min(self._image.nbytes, position + bulk.CHUNK_BYTES)
         state = xxhash.xxh3_128()
         first = max(0, bisect.bisect_right(self._starts, position) - 1)
-        for start, data in self._parts[first:]:
+        for number in range(first, len(self._parts)):
+            start, data = self._parts[number]
             if start >= end:
                 break
             stop = min(end, start + data.nbytes)
