@@ -21,7 +21,10 @@ class RemoteUnavailableError(StorageError):
 
 
 def chunk_sums(data: Iterable[Bytes], chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
-    """How many bytes there are in the parts together, and xxh3-128 of each ``chunk_bytes``."""
+    """How many bytes there are in the parts together, and xxh3-128 of each ``chunk_bytes``.
+
+    Of nothing there is one checksum.
+    """
     sums = bulk.ChunkSums(chunk_bytes)
     for part in data:
         sums.update(part)
@@ -66,7 +69,7 @@ class ObjectStore(Protocol):
     def fingerprint(self, key: str, *, chunk_bytes: int) -> tuple[int, tuple[str, ...]]:
         """Size of what is stored and xxh3-128 of each ``chunk_bytes`` of it, by reading it.
 
-        Raises ``FileNotFoundError``.
+        Of an empty object there is one checksum. Raises ``FileNotFoundError``.
         """
         ...
 
