@@ -318,9 +318,9 @@ def test_places_are_kept_for_the_next_controller_and_refused_to_others(cluster: 
             async with asyncio.timeout(1):
                 await reserve("run-c", plan, incarnation=FIRST, timeout_s=60)
         assert states_of("perdure-run-c") == {"REMOVED"}
-        give_back(group, incarnation=SECOND)
+        await give_back(group, incarnation=SECOND)
         group = await reserve("run-b", plan, incarnation=FIRST, timeout_s=60)
-        give_back(group, incarnation=FIRST)
+        await give_back(group, incarnation=FIRST)
 
     run(main)
 
@@ -331,9 +331,9 @@ def test_places_of_a_higher_incarnation_are_neither_taken_nor_given_back(cluster
         for plan in (PLAN, PoolPlan(engines=1)):
             with pytest.raises(FencedError, match="belong to incarnation 2"):
                 await reserve("run-d", plan, incarnation=FIRST, timeout_s=60)
-        give_back(group, incarnation=FIRST)
+        await give_back(group, incarnation=FIRST)
         assert states_of("perdure-run-d") == {"CREATED"}
-        give_back(group, incarnation=SECOND)
+        await give_back(group, incarnation=SECOND)
         assert states_of("perdure-run-d") == {"REMOVED"}
 
     run(main)
@@ -354,7 +354,7 @@ def test_an_engine_that_slept_past_its_time_leaves_the_places_to_who_has_them_no
         os.kill(pid, signal.SIGCONT)
         await _ended(pid)
         assert states_of("perdure-run-e") == {"CREATED"}
-        give_back(group, incarnation=SECOND)
+        await give_back(group, incarnation=SECOND)
 
     run(main)
 

@@ -166,7 +166,7 @@ def test_places_that_others_hold_are_waited_for_and_then_named(
         told = [one["seconds"] for one in events.of("waiting") if "2 CPUs" in str(one["what"])]
         assert len(told) > 2
         assert told == sorted(told)
-        give_back(group, incarnation=FIRST)
+        asyncio.run(give_back(group, incarnation=FIRST))
         launch.resume(tmp_path / "run", ["ray.place_timeout_s=60"])
     assert audit_run(tmp_path / "run").ok
 

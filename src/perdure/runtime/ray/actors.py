@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ray.util.placement_group import PlacementGroup
 
-from perdure.core.errors import FencedError
+from perdure.core.errors import FencedError, InfrastructureError
 from perdure.models import ModelConfig
 from perdure.rollout import EngineOptions
 from perdure.runtime.parts import RuntimeParts
@@ -136,8 +136,14 @@ class EngineActors:
         # With the head, the places are gone as well.
         limit_s = self._settings.silence_timeout_s
         there = await asyncio.to_thread(answers, self._head, timeout_s=limit_s)
-        if there and self._has_run():
-            give_back(self._group, incarnation=self._store.incarnation)
+        if not there or not self._has_run():
+            return
+        try:
+            await give_back(self._group, incarnation=self._store.incarnation)
+        except InfrastructureError as error:
+            # What the run ends with counts, and a resume takes the places over.
+            message = f"the places on the cluster could not be given back: {error}"
+            self._events("warning", {"message": message})
 
     async def _places(self) -> PlacementGroup:
         async with self._reserving:

@@ -157,6 +157,6 @@ class EngineHost:
         try:
             if (group := get_current_placement_group()) is not None:
                 # Its engines have all had the same controller.
-                give_back(group, incarnation=self._owner)
+                await give_back(group, incarnation=self._owner)
         finally:
             os._exit(0)

@@ -7,17 +7,24 @@ highest, in whatever order they were written.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from perdure.core.errors import ConfigError, FencedError
+from perdure.core.errors import ConfigError, DamagedError, FencedError, InfrastructureError
 from perdure.core.ids import IncarnationNumber
 from perdure.core.rollout_api import NO_INCARNATION
 from perdure.runtime.ray.cluster import NAMESPACE, PoolPlan
+
+_HEAD_TIMEOUT_S = 10.0
+"""Longest wait for what the head says of the marks. Without one, Ray waits for a head that is gone
+for minutes, and then ends the process.
+"""
 
 
 async def reserve(
@@ -28,43 +35,70 @@ async def reserve(
     Raises:
         ConfigError: Others hold so much of the cluster that there is no room in time.
         FencedError: They belong to a higher incarnation.
+        InfrastructureError: The head does not answer.
+        DamagedError: What it has kept of the places cannot be read.
     """
     name, made = f"perdure-{run_id}", False
     group = _find(name)
     if group is not None:
-        _take(group, incarnation)
+        await _take(group, incarnation)
         if [dict(bundle) for bundle in group.bundle_specs] != plan.bundles():
-            give_back(group, incarnation=incarnation)
+            await give_back(group, incarnation=incarnation)
             group = None
     if group is None:
         group, made = placement_group(plan.bundles(), name=name, lifetime="detached"), True
     try:
         if made:
-            _take(group, incarnation)
+            await _take(group, incarnation)
         async with asyncio.timeout(timeout_s):
             await group.ready()
     except TimeoutError:
-        give_back(group, incarnation=incarnation)
-        free = ray.available_resources()
-        raise ConfigError(
-            f"no room for {plan.cpus} CPUs within {timeout_s:g} s;"
-            f" free are {free.get('CPU', 0):g} CPUs",
-            where="ray runtime",
-            rule="learner and engines have places of their own",
-            way_out="end what holds the cluster (`ray status` shows it), or add nodes",
-        ) from None
-    except BaseException:
+        failure = await _given_back(group, incarnation)
+        refused = _no_room(plan, timeout_s, head_answers=failure is None)
+        _note(refused, failure)
+        raise refused from None
+    except BaseException as error:
         if made:
-            give_back(group, incarnation=incarnation)
+            _note(error, await _given_back(group, incarnation))
         raise
     return group
 
 
-def give_back(group: PlacementGroup, *, incarnation: IncarnationNumber) -> None:
-    """The places are free, and what runs in them ends; those of somebody else are left alone."""
-    if _owner(group) in (incarnation, NO_INCARNATION):
+async def give_back(group: PlacementGroup, *, incarnation: IncarnationNumber) -> None:
+    """The places are free, and what runs in them ends; those of somebody else are left alone.
+
+    Raises:
+        InfrastructureError: The head does not answer.
+        DamagedError: What it has kept of the places cannot be read.
+    """
+    if await _owner(group) in (incarnation, NO_INCARNATION):
         remove_placement_group(group)
-        _head().internal_kv_del(_mark(group), True, NAMESPACE.encode())
+        await _ask(_head().internal_kv_del, _mark(group), True)
+
+
+async def _given_back(group: PlacementGroup, incarnation: IncarnationNumber) -> Exception | None:
+    """:func:`give_back` because of an error, which stays the one that counts; why it failed."""
+    try:
+        await give_back(group, incarnation=incarnation)
+    except Exception as failure:  # noqa: BLE001 - the caller raises another error, with this one
+        return failure
+    return None
+
+
+def _note(error: BaseException, failure: Exception | None) -> None:
+    if failure is not None:
+        error.add_note(f"The places could not be given back: {failure}")
+
+
+def _no_room(plan: PoolPlan, timeout_s: float, *, head_answers: bool) -> ConfigError:
+    # Of a head that is gone Ray waits for an answer for a minute, and then ends the process.
+    free = f"; free are {ray.available_resources().get('CPU', 0):g} CPUs" if head_answers else ""
+    return ConfigError(
+        f"no room for {plan.cpus} CPUs within {timeout_s:g} s{free}",
+        where="ray runtime",
+        rule="learner and engines have places of their own",
+        way_out="end what holds the cluster (`ray status` shows it), or add nodes",
+    )
 
 
 def _find(name: str) -> PlacementGroup | None:
@@ -79,10 +113,24 @@ def _head() -> Any:
     return internal_kv_get_gcs_client()
 
 
-def _take(group: PlacementGroup, incarnation: IncarnationNumber) -> None:
-    mark = _mark(group, incarnation)
-    _head().internal_kv_put(mark, b"", True, NAMESPACE.encode())
-    if (owner := _owner(group)) != incarnation:
+async def _ask(call: Callable[..., Any], *arguments: object) -> Any:
+    """What the head answers to a call about marks; the event loop goes on meanwhile."""
+    namespace = NAMESPACE.encode()
+    try:
+        return await asyncio.to_thread(call, *arguments, namespace, timeout=_HEAD_TIMEOUT_S)
+    except RayError as error:
+        raise InfrastructureError(
+            f"the head of the cluster has not answered within {_HEAD_TIMEOUT_S:g} s ({error})",
+            where="ray runtime",
+            rule="the head keeps who has the places of a run",
+            way_out="start it again and resume the run, there or with another ray.address or"
+            " runtime=local",
+        ) from error
+
+
+async def _take(group: PlacementGroup, incarnation: IncarnationNumber) -> None:
+    await _ask(_head().internal_kv_put, _mark(group, incarnation), b"", True)
+    if (owner := await _owner(group)) != incarnation:
         raise FencedError(
             f"the places belong to incarnation {owner}",
             where=f"incarnation {incarnation}",
@@ -91,12 +139,21 @@ def _take(group: PlacementGroup, incarnation: IncarnationNumber) -> None:
         )
 
 
-def _owner(group: PlacementGroup) -> IncarnationNumber:
+async def _owner(group: PlacementGroup) -> IncarnationNumber:
     """The highest that has taken the places; 0: nobody has yet, or they were given back."""
     prefix = _mark(group)
-    marks = _head().internal_kv_keys(prefix, NAMESPACE.encode())
-    numbers = [int(mark.removeprefix(prefix)) for mark in marks]
-    return IncarnationNumber(max(numbers, default=NO_INCARNATION))
+    marks: list[bytes] = await _ask(_head().internal_kv_keys, prefix)
+    numbers = [mark.removeprefix(prefix) for mark in marks]
+    for number in numbers:
+        if not number.isdigit():
+            raise DamagedError(
+                f"the mark {number!r} of the places {group.id.hex()} is no incarnation",
+                where="head of the cluster",
+                rule="who takes the places of a run leaves the number of the incarnation",
+                way_out="remove the run's placement group (`ray.util.remove_placement_group`) or"
+                " start the cluster again, then resume the run",
+            )
+    return IncarnationNumber(max(map(int, numbers), default=NO_INCARNATION))
 
 
 def _mark(group: PlacementGroup, incarnation: IncarnationNumber | None = None) -> bytes:
