@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import experience_records as make
 import pytest
 from remote_cases import (
     FLUSH_S,
+    INLINE,
     RUN_ID,
     Doors,
     check_log,
@@ -18,16 +24,25 @@ from remote_cases import (
     new_storage,
     session,
     start_store,
+    wait_until,
 )
 
 from perdure.core.clock import ManualClock
-from perdure.core.errors import ConfigError, FutureFormatError, RunBusyError, StorageError
+from perdure.core.errors import (
+    ConfigError,
+    FencedError,
+    FutureFormatError,
+    RunBusyError,
+    StorageError,
+)
 from perdure.core.ids import GroupId, SessionId
 from perdure.experience import RemoteOptions, RemoteStore, RunInfo, StoreServer, create_run
-from perdure.experience.remote import handshake, server
+from perdure.experience.partials import partial_columns
+from perdure.experience.remote import connection, handshake, replies, server
 from perdure.experience.remote.frames import FrameType, make_frame, number_frame
 from perdure.experience.remote.handshake import PROTOCOL
 from perdure.experience.remote.requests import sessions_frame
+from perdure.experience.remote.unfinished import prefixes_answer, question_frame
 from perdure.experience.remote.wire import Wire
 from perdure.storage.memory import MemoryStorage
 
@@ -273,6 +288,119 @@ def test_what_no_worker_sends_ends_the_connection_behind_what_it_sent(
     wire.close()
     check_log(storage, [session(0, 0)])
     assert len(opened.warnings) == 1
+
+
+def bad_piece(**changed: object) -> bytearray:
+    """A request with three tokens of one session, which begins at token 4."""
+    fields, arrays = partial_columns([make.delta(0, 0, 4, 7)])
+    return make_frame(FrameType.PARTIALS, {**fields, **changed}, arrays)
+
+
+@pytest.mark.parametrize(
+    ("request_", "what"),
+    [
+        (bad_piece(segments=[[(0, 4, 6)]]), "segments end at 6 of 7 tokens"),
+        (bad_piece(segments=[[(0, 4, 5), (0, 6, 7)]]), "covers 6 to 7 where 5 is the next"),
+        (bad_piece(segments=[[(0, 4, 4), (0, 4, 7)]]), "covers 4 to 4 where 4 is the next"),
+        (bad_piece(segments=[[(0, 5, 7)]]), "covers 5 to 7 where 4 is the next"),
+        (bad_piece(segments=[[]]), "segments end at 4 of 7 tokens"),
+        (bad_piece(ends=[6], segments=[[(0, 4, 6)]]), "an array has not 2 tokens"),
+        (bad_piece(attempts=[]), "its columns have different lengths"),
+    ],
+)
+def test_pieces_that_do_not_fit_together_are_refused_with_what_is_wrong(
+    storage: MemoryStorage, door: Doors, request_: bytearray, what: str
+) -> None:
+    opened = door.open(start_store(storage, groups=1))
+    wire = greeted(door)
+    wire.send(number_frame(request_, 1), timeout_s=FLUSH_S)
+    frame = wire.receive(FLUSH_S)
+    assert frame is not None
+    assert frame.type is FrameType.REFUSED
+    assert frame.fields["what"].startswith("frame 1 is malformed: ")
+    assert what in frame.fields["what"]
+    wire.close()
+    assert not opened.warnings
+
+
+def test_what_another_process_says_is_checked_without_assertions_as_well() -> None:
+    """As with the one above, under ``python -O``."""
+    frame = number_frame(bad_piece(segments=[[(0, 4, 6)]]), 1)
+    script = (
+        "import sys\n"
+        "from perdure.experience.remote.frames import parse_frame\n"
+        "from perdure.experience.remote.unfinished import read_partials\n"
+        "frame = parse_frame(memoryview(sys.stdin.buffer.read()))\n"
+        "try:\n"
+        "    read_partials(frame)\n"
+        "except ValueError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", script], input=bytes(frame), capture_output=True, check=False
+    )
+    assert done.stderr.decode().strip() == "frame 1 is malformed: segments end at 6 of 7 tokens"
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_answers_wait_for_room_before_they_are_made(
+    storage: MemoryStorage, door: Doors, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Whoever asks and does not read the answers makes the store hold so many and no more."""
+    store = start_store(storage, groups=1, options=INLINE)
+    piece = make.delta(0, 0, 0, 3)
+    store.partials([piece])
+    size = len(prefixes_answer(store.prefixes([piece.session])))
+    monkeypatch.setattr(replies, "MAX_HELD_BYTES", room * size)
+    made: list[object] = []
+    answer = connection.prefixes_answer
+
+    def counted(prefixes: Any) -> bytearray:
+        made.append(prefixes)
+        return answer(prefixes)
+
+    monkeypatch.setattr(connection, "prefixes_answer", counted)
+    door.open(store)
+    wire = greeted(door)
+    asked = 12
+    for number in range(1, asked + 1):
+        question = number_frame(question_frame(FrameType.ASK_PREFIXES, [piece.session]), number)
+        wire.send(question, timeout_s=FLUSH_S)
+    # Nothing is durable, so nothing is sent: those that are held, and one that waits for room.
+    wait_until(lambda: len(made) == room + 1)
+    threading.Event().wait(0.1)
+    assert len(made) == room + 1
+    store.flush(FLUSH_S)
+    for number in range(1, asked + 1):
+        frame = wire.receive(FLUSH_S)
+        assert frame is not None
+        assert (frame.type, frame.number) == (FrameType.TOLD, number)
+    assert len(made) == asked
+    wire.close()
+
+
+def test_refused_answers_give_their_room_back(
+    storage: MemoryStorage, door: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start_store(storage, groups=1)
+    piece = make.delta(0, 0, 0, 3)
+    store.partials([piece])
+    store.flush(FLUSH_S)
+    monkeypatch.setattr(replies, "MAX_HELD_BYTES", 1)
+    opened = door.open(store)
+    wire = greeted(door)
+    start_store(storage.open_as_new_process(), take_over=True).close("took over")
+    for number in (1, 2, 3):
+        question = number_frame(question_frame(FrameType.ASK_PREFIXES, [piece.session]), number)
+        wire.send(question, timeout_s=FLUSH_S)
+        frame = wire.receive(FLUSH_S)
+        assert frame is not None
+        assert (frame.type, frame.fields["error"]) == (FrameType.REFUSED, "FencedError")
+    wire.close()
+    door.now = None
+    opened.server.close()
+    with pytest.raises(FencedError):
+        store.close("fenced")
 
 
 def test_a_worker_that_hangs_up_at_once_costs_nothing(storage: MemoryStorage, door: Doors) -> None:

@@ -48,7 +48,8 @@ class Trajectory:
         """Assert that lengths agree and that segments, none of them empty, cover the response."""
         length = len(self.response_ids_T)
         assert len(self.logprobs_T) == len(self.loss_mask_T) == length
-        _check_cover(self.segments, 0, length)
+        uncovered = _uncovered(self.segments, 0, length)
+        assert uncovered is None, uncovered
 
     @property
     def nbytes(self) -> int:
@@ -116,9 +117,15 @@ class PartialDelta:
         )
 
     def check(self) -> None:
-        """Assert that lengths agree and that segments, none of them empty, cover the tokens."""
-        assert len(self.logprobs_N) == len(self.loss_mask_N) == len(self.token_ids_N)
-        _check_cover(self.segments, self.start, self.end)
+        """Assert that there is no :meth:`problem`."""
+        problem = self.problem()
+        assert problem is None, problem
+
+    def problem(self) -> str | None:
+        """What is wrong if lengths differ, or segments, none of them empty, do not cover them."""
+        if not len(self.logprobs_N) == len(self.loss_mask_N) == len(self.token_ids_N):
+            return "its arrays have different lengths"
+        return _uncovered(self.segments, self.start, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +173,13 @@ def joined_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def _check_cover(segments: Iterable[Segment], start: int, end: int) -> None:
+def _uncovered(segments: Iterable[Segment], start: int, end: int) -> str | None:
+    """What is wrong with segments that should cover ``start`` to ``end``."""
     for segment in segments:
-        assert start == segment.start < segment.end
+        if not start == segment.start < segment.end:
+            return f"a segment covers {segment.start} to {segment.end} where {start} is the next"
         start = segment.end
-    assert start == end
+    return None if start == end else f"segments end at {start} of {end} tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class Connection:
             if self._number and frame.number != self._number + 1:
                 raise BadFrameError(f"request {frame.number} follows {self._number}")
             self._number = frame.number
-            self._replies.add(frame.number, self._reply_to(frame))
+            answer, held_bytes = self._reply_to(frame)
+            self._replies.add(frame.number, answer, held_bytes=held_bytes)
         elif frame.type is FrameType.URGE:
             # The failure of the log reaches the requests that are not answered.
             with contextlib.suppress(PerdureError):
@@ -124,13 +125,14 @@ class Connection:
         else:
             raise BadFrameError(f"a worker does not send {frame.type.name}")
 
-    def _reply_to(self, frame: Frame) -> Future[Reply]:
+    def _reply_to(self, frame: Frame) -> tuple[Future[Reply], int]:
+        """The future answer, and how many bytes of it are held until it is sent."""
         try:
-            return self._tell(frame) if frame.type in QUESTIONS else self._append(frame)
+            return self._tell(frame) if frame.type in QUESTIONS else (self._append(frame), 0)
         except REFUSALS as error:
             refused: Future[Reply] = Future()
             refused.set_exception(error)
-            return refused
+            return refused, 0
 
     def _append(self, frame: Frame) -> Future[Any]:
         if frame.type is FrameType.PARTIALS:
@@ -144,7 +146,7 @@ class Connection:
             return self._store.sessions_done([], settled=request.settled)
         return self._store.packed_sessions_done(request.sessions, settled=request.settled)
 
-    def _tell(self, frame: Frame) -> Future[Reply]:
+    def _tell(self, frame: Frame) -> tuple[Future[Reply], int]:
         """Answer a question once all that the answer has is acknowledged."""
         sessions = read_question(frame)
         if frame.type is FrameType.ASK_PREFIXES:
@@ -169,4 +171,4 @@ class Connection:
                 answer.set_exception(error)
 
         self._store.urge().add_done_callback(tell)
-        return answer
+        return answer, len(told)

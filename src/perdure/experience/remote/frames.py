@@ -22,15 +22,10 @@ from perdure.experience.format import (
 )
 
 MAX_FRAME_BYTES = 2**28
-MALFORMED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
-"""What reading a value raises that is not of the form it should have."""
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading a value raises that is not of the form it should have. No assertion: what comes from
+another process is checked under ``python -O`` as well.
+"""
 
 
 class FrameType(enum.IntEnum):

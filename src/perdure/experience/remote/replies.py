@@ -11,7 +11,9 @@ from perdure.experience.remote.frames import FrameType, make_frame, number_frame
 from perdure.experience.remote.refusals import REFUSALS, refusal_frame
 from perdure.experience.remote.wire import POLL_S
 
-_MAX_UNANSWERED = 2**16
+MAX_UNANSWERED = 2**16
+MAX_HELD_BYTES = 64 * 2**20
+"""Of answers to questions, whose bytes are there before all that they tell is durable."""
 
 Reply = LogPosition | bytearray
 """Where a request is durable, or the frame, without its number, that answers a question."""
@@ -26,17 +28,25 @@ class Replies:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._unanswered: deque[tuple[int, Future[Reply]]] = deque()
+        self._unanswered: deque[tuple[int, Future[Reply], int]] = deque()
         self._newest: Future[Reply] | None = None
+        self._held_bytes = 0
+        self._sent_bytes = 0
+        """Of those that ``next_frames`` has handed out last: they may still be on their way."""
         self._farewell: bytearray | None = None
         self._ended = False
 
-    def add(self, number: int, future: Future[Reply]) -> None:
-        """A request is to be answered; waits while 65,536 are."""
+    def add(self, number: int, future: Future[Reply], *, held_bytes: int = 0) -> None:
+        """A request is to be answered; waits while there is no room (one answer fits always).
+
+        Args:
+            held_bytes: Of the answer, if it is a frame of its own.
+        """
         with self._changed:
-            while len(self._unanswered) >= _MAX_UNANSWERED and not self._over():
+            while not (self._has_room(held_bytes) or self._over()):
                 self._changed.wait(POLL_S)
-            self._unanswered.append((number, future))
+            self._unanswered.append((number, future, held_bytes))
+            self._held_bytes += held_bytes
             known, self._newest = future is self._newest, future
         if not known:
             future.add_done_callback(self._wake)
@@ -52,12 +62,19 @@ class Replies:
         """Nobody is there to be answered."""
         with self._changed:
             self._unanswered.clear()
+            self._held_bytes = self._sent_bytes = 0
             self._ended = True
             self._changed.notify_all()
 
     def next_frames(self) -> list[bytearray]:
-        """Wait for frames to send; none: everything is answered and said."""
+        """Wait for frames to send; none: everything is answered and said.
+
+        Those of the last call have been sent.
+        """
         with self._changed:
+            self._held_bytes -= self._sent_bytes
+            self._sent_bytes = 0
+            self._changed.notify_all()
             while not (self._is_due() or self._over()):
                 self._changed.wait(POLL_S)
             frames = self._take_due()
@@ -65,6 +82,10 @@ class Replies:
             if not frames and self._farewell is not None:
                 frames, self._farewell = [self._farewell], None
             return frames
+
+    def _has_room(self, held_bytes: int) -> bool:
+        fits = self._held_bytes == 0 or self._held_bytes + held_bytes <= MAX_HELD_BYTES
+        return len(self._unanswered) < MAX_UNANSWERED and fits
 
     def _wake(self, future: Future[Reply]) -> None:
         del future
@@ -83,7 +104,8 @@ class Replies:
         frames: list[bytearray] = []
         acknowledged: tuple[int, LogPosition] | None = None
         while self._is_due():
-            number, future = self._unanswered.popleft()
+            number, future, held_bytes = self._unanswered.popleft()
+            self._sent_bytes += held_bytes
             reply = future.exception() or future.result()
             if isinstance(reply, LogPosition):
                 acknowledged = number, reply

@@ -151,7 +151,8 @@ def _settled(listed: Sequence[dict[str, Any]]) -> list[GroupSettled]:
     settled: list[GroupSettled] = []
     for fields in listed:
         record = record_from_fields(RecordType.GROUP_SETTLED, fields)
-        assert isinstance(record, GroupSettled)
+        if not isinstance(record, GroupSettled):
+            raise TypeError(f"{record.key()} settles no group")
         _require_types([record.group], int)
         _require_types([record.reason], str)
         settled.append(record)

@@ -177,7 +177,8 @@ def _pieces(frame: Frame) -> list[PartialDelta]:
     tokens = PartialTokens.of(fields, frame.arrays)
     pieces = [tokens.piece(row) for row in range(rows)]
     for piece, end in zip(pieces, fields["ends"], strict=True):
-        piece.check()
+        if (problem := piece.problem()) is not None:
+            raise ValueError(problem)
         if piece.end != end:
             raise ValueError(f"tokens up to {piece.end} where {end} is the end")
     if any(array.shape != (tokens.bounds[-1],) for array in frame.arrays.values()):
@@ -194,7 +195,8 @@ def _read_record(frame: Frame, record_type: RecordType, expected: type[R]) -> R:
 
 def _record(fields: dict[str, Any], record_type: RecordType, expected: type[R]) -> R:
     record = record_from_fields(record_type, fields)
-    assert isinstance(record, expected)
+    if not isinstance(record, expected):
+        raise TypeError(f"{record.key()} is no {expected.__name__}")
     return record
 
 
