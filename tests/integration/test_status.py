@@ -68,6 +68,30 @@ def test_a_live_run_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(row["timings_s"]["wait"] >= 0 for row in rows)
 
 
+def published(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith("published: ")]
+    return line
+
+
+def test_weights_that_did_not_change_are_not_called_behind(tmp_path: Path) -> None:
+    """Steps so small that no bit of a weight turns: nothing is to be published after the first."""
+    run, lines = tmp_path / "run", list[str]()
+
+    def display(name: str, fields: dict[str, object]) -> None:
+        if name == "evaluated":
+            lines.append(published(status(run)))
+
+    still = ["learner.lr=1e-30", "learner.supervised.steps=0", "validation.every_steps=1"]
+    launch.train(load_config(RunConfig, RECIPE, still), run, display=display)
+    newest, *unchanged = [line.partition(", the weights of step 0")[2] for line in lines]
+    assert newest.startswith(", the newest there is, ")
+    assert unchanged[0].startswith(", which have not changed in the 1 step since, ")
+    assert unchanged[1].startswith(", which have not changed in the 2 steps since, ")
+    over = published(status(run))
+    assert "version 1, the weights of step 0, which have not changed in the 6 steps since" in over
+    assert "behind" not in "".join([*lines, over])
+
+
 def test_a_run_without_a_process_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
