@@ -40,6 +40,7 @@ soak: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/log.py
+	$(BIN)/python benchmarks/log_floor.py
 	$(BIN)/python benchmarks/replay.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/checkpoint.py
