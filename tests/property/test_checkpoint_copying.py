@@ -17,6 +17,7 @@ from perdure.checkpoint.files import FileEntry
 from perdure.storage import bulk
 
 CHUNK = 64
+WAIT_S = 20.0
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,6 +97,38 @@ def test_an_error_in_any_thread_is_raised() -> None:
     wrong = np.zeros((10 * CHUNK, 2), np.uint8)
     with pytest.raises(ValueError, match="broadcast"):
         copy_images({"f": ImageCopy(image, [(0, wrong)])})
+
+
+def test_an_error_of_a_helper_alone_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    caller, failed = threading.current_thread(), threading.Event()
+
+    def copy_chunk(_: ImageCopy, index: int) -> None:
+        if threading.current_thread() is caller:
+            assert failed.wait(WAIT_S), "no helper has taken a chunk"
+        else:
+            failed.set()
+            raise ValueError(f"chunk {index}")
+
+    monkeypatch.setattr(ImageCopy, "copy_chunk", copy_chunk)
+    with pytest.raises(ValueError, match="chunk"):
+        copy_images({"f": ImageCopy(np.zeros(10 * CHUNK, np.uint8), [])})
+
+
+def test_the_sums_are_those_of_the_copy_whatever_happens_to_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is the copy that is written; another thread may go on with the tensor at any moment."""
+    data = np.arange(3 * CHUNK, dtype=np.uint8)
+    image, before, copyto = np.zeros_like(data), data.tobytes(), np.copyto
+
+    def copy_and_change(place: np.ndarray, source: np.ndarray) -> None:
+        copyto(place, source)
+        source ^= 1
+
+    monkeypatch.setattr(np, "copyto", copy_and_change)
+    sums = copy_images({"f": ImageCopy(image, [(0, data)])})
+    assert data.tobytes() != image.tobytes() == before
+    assert sums["f"] == sums_of(before)
 
 
 def test_without_further_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:

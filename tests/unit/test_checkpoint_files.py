@@ -74,8 +74,9 @@ def test_any_arrays_come_back_here_and_in_the_safetensors_library(
         assert place.start % max(1, original.itemsize) == 0
 
 
-def test_strided_and_foreign_ended_arrays_are_stored_in_order() -> None:
-    grid = np.arange(12, dtype=np.int32).reshape(3, 4)
+@pytest.mark.parametrize("rows", [3, 10_000])
+def test_strided_and_foreign_ended_arrays_are_stored_in_order(rows: int) -> None:
+    grid = np.arange(rows * 4, dtype=np.int32).reshape(rows, 4)
     arrays = {"turned": grid.T, "skipping": grid[:, ::2], "big": grid.astype(">i4")}
     theirs = safetensors.numpy.load(image_of(arrays))
     for name, array in arrays.items():

@@ -27,13 +27,16 @@ from perdure.checkpoint import (
     Registry,
     StagedInfo,
 )
-from perdure.checkpoint.image_files import ProcessFiles
+from perdure.checkpoint.arena import Arena, spec_of
+from perdure.checkpoint.image_files import ProcessFiles, image_files
+from perdure.checkpoint.layout import plan
 from perdure.checkpoint.torch_components import ModuleComponent
 from perdure.checkpoint.verification import committed_manifest, verify
 from perdure.core import sealed_json
 from perdure.core.clock import SystemClock
 from perdure.core.components import ComponentState
 from perdure.core.errors import ConfigError, StorageError
+from perdure.core.events import ignore_events
 from perdure.core.faults import FaultPoint
 from perdure.core.ids import CheckpointName, IncarnationNumber, LogPosition
 from perdure.storage import MemoryStorage, PosixStorage, bulk
@@ -217,6 +220,23 @@ def test_a_save_that_is_not_waited_for_any_longer_ends_at_its_next_chunk(
     assert "was given up" in str(rig.engine.last_error)
     assert [record.step for record in rig.ledger.committed()] == [1]
     assert not rig.said("checkpoint_writer_lost")
+
+
+@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("writer", ["thread", "memory"])
+def test_a_file_that_is_given_up_is_not_written_to_its_end(
+    tmp_path: Path, writer: str, summed: bool
+) -> None:
+    weights = {"w": np.arange(ELEMENTS, dtype=np.float32)}
+    layout = plan({"f": {"w": spec_of(weights["w"])}})
+    arena = Arena()
+    sums = arena.fill(layout, {"f": weights})["f"]
+    storage = MemoryStorage() if writer == "memory" else PosixStorage(tmp_path)
+    files = image_files(storage, writer="thread", stall_s=WAIT_S, events=ignore_events)
+    storage.make_dirs("")
+    files.give_up()
+    with pytest.raises(StorageError, match="given up"):
+        files.write("image", arena, layout.images[0], sums if summed else None)
 
 
 def test_a_writer_lost_again_and_again_fails_the_save_and_not_the_next(tmp_path: Path) -> None:

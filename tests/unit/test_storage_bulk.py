@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,36 @@ def test_the_process_writes_and_checks_what_lies_in_shared_memory(
     assert maps.count("memfd:test") == 2
     for memory in memories:
         memory.close()
+
+
+class Listening:
+    """A connection that remembers what it has received."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.heard = b""
+
+    def recv(self, size: int) -> bytes:
+        data = self._connection.recv(size)
+        self.heard += data
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_the_process_gives_a_sign_of_life_with_every_chunk(
+    tmp_path: Path, shared: Shared, process: BulkProcess, sums: bool
+) -> None:
+    size = 2 * bulk.CHUNK_BYTES + 5
+    process.write(str(tmp_path / "first"), shared.memory, 0, 1, sums=sums)
+    line = process._connection = Listening(process._connection)
+    taken = process.write(str(tmp_path / "image"), shared.memory, 0, size, sums=sums)
+    assert line.heard.split(b"\n").count(b"") - 1 == 3
+    expected = shared.map[:size]
+    assert taken == (sums_of(expected) if sums else ())
+    assert (tmp_path / "image").read_bytes() == expected
 
 
 def test_the_process_starts_without_numpy_and_torch(

@@ -384,7 +384,8 @@ def test_an_interrupted_pull_is_no_run_and_goes_on() -> None:
         assert TieredRun(storage).restored_step == 1
 
 
-def test_a_pull_into_the_own_directory_fetches_what_is_missing() -> None:
+@pytest.mark.parametrize("flipped", [False, True])
+def test_a_pull_into_the_own_directory_fetches_what_is_missing_or_damaged(flipped: bool) -> None:
     objects = memory_objects()
     storage = MemoryStorage()
     run = TieredRun(storage)
@@ -393,7 +394,13 @@ def test_a_pull_into_the_own_directory_fetches_what_is_missing() -> None:
     with pytest.raises(RunBusyError):
         fetch(objects, storage)
     run.release()
-    storage.remove(f"checkpoints/{newest}")
+    if flipped:
+        path = f"checkpoints/{newest}/{MODEL}"
+        data = bytearray(storage.read(path))
+        data[-1] ^= 1
+        storage.write_atomic(path, bytes(data))
+    else:
+        storage.remove(f"checkpoints/{newest}")
     report = pull(storage, objects, context=context())
     assert 0 < report.bytes < 20_000
     assert TieredRun(storage).restored_step == 1
