@@ -183,6 +183,8 @@ def test_a_pushed_run_is_pulled_and_goes_on(run: Path, url: str, tmp_path: Path)
     assert code == 0, err
     assert f"{names(run)[-1]}: " in out
     assert perdure("ckpt", "diff", run, other)[0] == 0
+    shown = perdure("status", other)[1]
+    assert f"holds {names(run)[-1]}\n  all of the log is there" in shown
     script(other, steps=5)
     code, _, err = perdure("ckpt", "push", other, url)
     assert code == 0, err

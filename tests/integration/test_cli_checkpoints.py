@@ -51,6 +51,19 @@ def test_verify_says_which_file_and_which_chunk(large: Path, tmp_path: Path, thr
     assert sorted(reports[second]["problems"]) == ["state.msgpack", FILE]
 
 
+def test_show_says_what_is_stored(large: Path) -> None:
+    name = names(large)[-1]
+    stored = json.loads((large / "checkpoints" / name / "manifest.json").read_bytes())
+    shown = json.loads(perdure("ckpt", "show", large, name, "--json")[1])
+    assert shown == {**stored, "ok": True}
+    assert "chunks" in stored["features"]
+    lines = perdure("ckpt", "show", large, name)[1].splitlines()
+    (line,) = [line for line in lines if FILE in line]
+    assert line.endswith(f"{len(stored['files'][FILE]['chunks']['xxh3_128'])} chunks")
+    (line,) = [line for line in lines if "state.msgpack" in line]
+    assert line.endswith(stored["files"]["state.msgpack"]["xxh3_128"])
+
+
 def test_diff_measures_every_tensor_and_value(small: Path) -> None:
     first, second = names(small)[-2:]
     code, out, err = perdure("ckpt", "diff", f"{small}:{first}", small)

@@ -136,6 +136,22 @@ def test_checkpoints_are_verified(copy: Path) -> None:
     assert (code, "DAMAGED" in out) == (0, True)
 
 
+def test_a_damaged_checkpoint_is_passed_over_aloud(copy: Path, tmp_path: Path) -> None:
+    weights = next((copy / "checkpoints" / "step-00000002-1" / "model").iterdir())
+    weights.write_bytes(weights.read_bytes()[:-1])
+    for command in (("sample", copy, "--prompts", "1"), ("export", copy, tmp_path / "exported")):
+        code, out, err = run(*command)
+        assert (code, "step-00000001-1" in out) == (0, True)
+        assert err.startswith("warning: step-00000002-1 (model/")
+        assert err.endswith(": passed over, an older one is whole\n")
+    told = json.loads(run("sample", copy, "--prompts", "1", "--json")[1])
+    assert told["checkpoint"] == "step-00000001-1"
+    (passed_over,) = told["passed_over"]
+    assert passed_over.startswith("step-00000002-1 (model/")
+    asked = json.loads(run("sample", copy, "--checkpoint", "step-00000001-1", "--json")[1])
+    assert asked["passed_over"] == []
+
+
 def test_a_checkpoint_that_is_gone(copy: Path) -> None:
     shutil.rmtree(copy / "checkpoints" / "step-00000002-1")
     assert "step-00000002-1" in run("ckpt", "list", copy)[1]

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from drill_tools import RECIPE, Events, assert_same_training
+from typer.testing import CliRunner
 
+from perdure.cli.main import app
 from perdure.config import load_config
 from perdure.core.errors import InterruptError, StoppedError
 from perdure.core.faults import FaultAction, FaultPlan, FaultPoint, FaultRule, InjectedFault
@@ -113,7 +115,10 @@ def test_ctrl_c_says_the_same_with_a_code_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(InterruptError, match=f"Ctrl-C.*perdure resume {run}") as caught:
         train(run, signals_at(FaultPoint.STEP_DONE, 2, signum=signal.SIGINT))
     assert caught.value.exit_code == 130
-    assert ends_told(run) == ["stopped by Ctrl-C; nothing acknowledged is lost"]
+    (reason,) = ends_told(run)
+    assert reason == "stopped by Ctrl-C; nothing acknowledged is lost"
+    shown = CliRunner().invoke(app, ["status", str(run)]).stdout
+    assert f"\nended: {reason}\n" in shown
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,18 @@ def test_strided_and_foreign_ended_arrays_are_stored_in_order(rows: int) -> None
     for name, array in arrays.items():
         np.testing.assert_array_equal(theirs[name], array)
         assert theirs[name].dtype == np.dtype("<i4")
+
+
+@pytest.mark.parametrize("rows", [3, 70_000])
+def test_arrays_that_are_cut_in_ways_of_their_own_are_stored_whole(rows: int) -> None:
+    grid = np.arange(rows * 4, dtype=np.float64).reshape(rows, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PendingDeprecationWarning)
+        matrix = np.matrix(grid)
+    masked = np.ma.masked_array(grid, mask=grid > 5)
+    theirs = safetensors.numpy.load(image_of({"matrix": matrix, "masked": masked}))
+    np.testing.assert_array_equal(theirs["matrix"], grid)
+    np.testing.assert_array_equal(theirs["masked"], grid)
 
 
 def test_a_long_header_moves_the_data_to_the_next_multiple() -> None:

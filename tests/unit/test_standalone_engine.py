@@ -123,14 +123,14 @@ def test_load_save_load_save_gives_equal_bytes() -> None:
         script = Script(storage, keep=9)
         script.run(total, change_total=True)
     files = [
-        {path: entry.checksum for path, entry in manifest.files.items()}
+        {path: entry.sums for path, entry in manifest.files.items()}
         for manifest in map(manifest_of(storage), read_log(storage)[0].checkpoints)
     ]
     assert len(files) == 4
     fresh = MemoryStorage()
     Script(fresh).run(13)
     last = manifest_of(fresh)(read_log(fresh)[0].checkpoints[-1])
-    assert files[-1] == {path: e.checksum for path, e in last.files.items()} | {
+    assert files[-1] == {path: e.sums for path, e in last.files.items()} | {
         # Where the log stands differs.
         "experience.msgpack": files[-1]["experience.msgpack"]
     }

@@ -6,6 +6,8 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,3 +169,26 @@ def test_doctor_refuses_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.Monk
     assert code == 7
     assert "2 of 13 checks failed: space, memory" in err
     assert "failed   space" in out
+
+
+SMALL_DISK = """
+import resource, sys
+from pathlib import Path
+from perdure.core.clock import SystemClock
+from perdure.storage.probe import probe_directory
+resource.setrlimit(resource.RLIMIT_FSIZE, (10 << 20, 10 << 20))
+for finding in probe_directory(Path(sys.argv[1]), clock=SystemClock(), write_bytes=24 << 20):
+    print(finding.grade, finding.name, finding.text)
+"""
+
+
+def test_what_the_disk_does_not_take_is_a_finding(tmp_path: Path) -> None:
+    """The memory of what was being written is given back without a word."""
+    command = [sys.executable, "-c", SMALL_DISK, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line.startswith("failed")] == [
+        "failed writing 25,165,824 bytes: File too large"
+    ]
+    assert list(tmp_path.iterdir()) == []

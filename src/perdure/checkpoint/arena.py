@@ -171,7 +171,8 @@ def _plain(tensor: Any) -> Bytes | None:
     """The bytes of a large tensor as they are stored, if they lie in host memory in one piece."""
     if not isinstance(tensor, np.ndarray):
         return torch_arena().plain_bytes(tensor)
-    array = cast("Array", tensor)
+    # A matrix or a masked array has a way of its own to be cut.
+    array = np.asarray(cast("Array", tensor))
     if array.nbytes < LARGE_BYTES or not array.flags.c_contiguous or not array.dtype.isnative:
         return None
     return array.reshape(-1).view(np.uint8)

@@ -45,6 +45,11 @@ class ImageCopy:
         self.chunks = max(1, -(-image.nbytes // bulk.CHUNK_BYTES))
         self.sums = [""] * self.chunks
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the image."""
+        return self._image.nbytes
+
     def copy_chunk(self, index: int) -> None:
         """Copy what belongs to one chunk and take its checksum. Chunks may be taken in parallel."""
         position = index * bulk.CHUNK_BYTES
@@ -82,7 +87,9 @@ def copy_images(copies: Mapping[str, ImageCopy]) -> dict[str, tuple[str, ...]]:
             copy.copy_chunk(index)
 
     with contextlib.ExitStack() as others:
-        helpers = _start(work, min(_MOST_THREADS, usable_cores(), len(chunks)) - 1, others)
+        size = sum(copy.nbytes for copy in copies.values())
+        threads = min(_MOST_THREADS, usable_cores(), size // bulk.CHUNK_BYTES)
+        helpers = _start(work, threads - 1, others)
         work()
         for helper in helpers:
             helper.result()

@@ -31,13 +31,6 @@ class FileEntry:
         """A file with the checksums of its chunks as :mod:`~perdure.storage.bulk` takes them."""
         return cls(size, bulk.CHUNK_BYTES if len(sums) > 1 else size, tuple(sums))
 
-    @property
-    def checksum(self) -> str:
-        """That of the file; of several chunks, xxh3-128 of their checksums' bytes."""
-        if len(self.sums) == 1:
-            return self.sums[0]
-        return xxhash.xxh3_128_hexdigest(bytes.fromhex("".join(self.sums)))
-
     def bad_chunks(self, data: memoryview) -> list[int]:
         """Indices of the chunks whose checksum does not match."""
         step = max(1, self.chunk_bytes)
@@ -51,7 +44,7 @@ class FileEntry:
     def encode(self) -> dict[str, Any]:
         """Its part of the manifest."""
         if len(self.sums) == 1:
-            return {"bytes": self.bytes, "xxh3_128": self.checksum}
+            return {"bytes": self.bytes, "xxh3_128": self.sums[0]}
         chunks = {"bytes": self.chunk_bytes, "xxh3_128": list(self.sums)}
         return {"bytes": self.bytes, "chunks": chunks}
 

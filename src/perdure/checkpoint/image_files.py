@@ -114,11 +114,8 @@ class DirectFiles:
         self.giving_up = GivingUp()
 
     def write(self, path: str, arena: Arena, image: FileImage, sums: Sums) -> FileEntry:
-        full, data, progress = (
-            self._storage.full(path),
-            arena.file_blocks(image),
-            self.giving_up.check,
-        )
+        full, data = self._storage.full(path), arena.file_blocks(image)
+        progress = self.giving_up.check
         with _refusing("write", path):
             if sums is None:
                 sums = bulk.write_image(full, data, image.size, progress=progress)

@@ -322,7 +322,8 @@ def damaged(where: str, reason: str) -> DamagedError:
         reason,
         where=where,
         rule="what is loaded is what was committed, byte by byte",
-        way_out="resume again: an earlier checkpoint is used",
+        way_out="use an earlier checkpoint, as a resume does: `perdure ckpt verify` says which are"
+        " whole",
     )
 
 

@@ -319,10 +319,9 @@ def put_together(own: Manifest, shares: Sequence[Manifest]) -> Manifest:
     whole = replace(
         own,
         components=components,
-        files=files,
         features=tuple(dict.fromkeys([*own.features, *(f for s in shares for f in s.features)])),
         arena_bytes=max(manifest.arena_bytes for manifest in (own, *shares)),
-    )
+    ).with_files(files)
     if whole.sharding_problem:
         raise _do_not_fit("", whole.sharding_problem)
     return whole

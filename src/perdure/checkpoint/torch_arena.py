@@ -82,6 +82,7 @@ def plain_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any] | None:
         or not tensor.is_contiguous()
         or tensor.is_conj()
         or tensor.is_neg()
+        or tensor._is_zerotensor()
     ):
         return None
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

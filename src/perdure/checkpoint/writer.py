@@ -130,5 +130,5 @@ def _verify_written(images: ImageFiles, root: str, file: str, entry: FileEntry) 
             f"reads back wrong right after it was written ({problem.reason})",
             where=f"{root}/{file}",
             rule="a checkpoint is committed only if it reads back as written",
-            way_out="check the disk",
+            way_out="check the disk, and the memory that the copy lay in",
         )

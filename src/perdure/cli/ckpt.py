@@ -89,6 +89,8 @@ def show_checkpoint(
     json: JsonOption = False,
 ) -> None:
     """Show what a checkpoint holds: clocks, lineage, components, files, segments."""
+    from perdure.checkpoint.manifest import MANIFEST, directory_path
+
     storage = open_run(run)
     records = checkpoints.committed_checkpoints(storage)
     record = find_checkpoint(records, checkpoint, run) if checkpoint else newest(records, run)
@@ -106,7 +108,8 @@ def show_checkpoint(
         import json as json_text
 
         found = {"digests": _digests(storage, report)} if digests else {}
-        print_json({**json_text.loads(manifest.encode()), "ok": report.ok, **found})
+        stored = storage.read(f"{directory_path(record.directory)}/{MANIFEST}")
+        print_json({**json_text.loads(stored), "ok": report.ok, **found})
         return
     typer.echo(f"{record.directory}  {manifest.bytes:,} bytes  {'ok' if report.ok else 'DAMAGED'}")
     for title, pairs in (
@@ -123,7 +126,8 @@ def show_checkpoint(
         tensors = f", tensors {known[name]}" if name in known else ""
         typer.echo(f"  {name:<24} {entry.kind} (schema {entry.schema_version}){tensors}")
     for path, file in manifest.files.items():
-        typer.echo(f"  {path:<36} {file.bytes:>12,}  {file.checksum}")
+        sums = file.sums[0] if len(file.sums) == 1 else f"{len(file.sums)} chunks"
+        typer.echo(f"  {path:<36} {file.bytes:>12,}  {sums}")
     for name, stored in manifest.segments.items():
         rows = sum(one.rows for one in stored)
         typer.echo(f"segments of {name}: {len(stored)}, {rows:,} rows, shared with others")

@@ -116,6 +116,6 @@ def _refuse_damaged(
     raise DamagedError(
         f"{len(bad or set_aside)} of {len(reports)} checkpoints are damaged: {names}",
         where=str(run),
-        rule="every file has the size and checksum of the manifest",
+        rule="in a whole one every file has the size and checksum of its manifest",
         way_out=way_out,
     )

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from perdure.trainers.run_status import RunStatus
 
 STATUS_EXAMPLES = "Examples: perdure status runs/tiny-1 · perdure status runs/tiny-1 --json"
-_TOLD = ("step", "published", "checkpoint_committed", "warning", "warm_start_step")
+_TOLD = (
+    "step",
+    "published",
+    "checkpoint_committed",
+    "warning",
+    "warm_start_step",
+    "run_started",
+    "run_ended",
+)
 """Events whose newest one is shown with its age."""
 
 
@@ -62,6 +70,8 @@ def status(run: RunArgument, *, json: JsonOption = False) -> None:
         warning = told["warning"]
         message = warning.row.get("message", "")
         typer.echo(f"last warning ({status_lines.ago(warning.age_s)}): {message}")
+    if not held and not found.is_complete and (reason := _why_ended(told)):
+        typer.echo(f"ended: {reason}")
     for line in why:
         typer.echo(f"why: {line}")
 
@@ -82,6 +92,14 @@ def _told(run: Path, now_wall_s: float) -> dict[str, _Told]:
         name: _Told(row, max(0.0, now_wall_s - float(row["wall_s"])))
         for name, row in newest_events(run, _TOLD).items()
     }
+
+
+def _why_ended(told: Mapping[str, _Told]) -> str:
+    """What the last process said when it ended before its training; empty if it was killed."""
+    started, ended = told.get("run_started"), told.get("run_ended")
+    if ended is None or (started is not None and started.age_s < ended.age_s):
+        return ""
+    return str(ended.row.get("reason", ""))
 
 
 def _found(

@@ -48,7 +48,7 @@ def sample(
     if json:
         from dataclasses import asdict
 
-        head = {"run": str(run), "checkpoint": trained.checkpoint, "accuracy": accuracy}
+        head = {**_said_of(run, trained), "accuracy": accuracy}
         print_json({**head, "samples": [asdict(s) for s in samples]})
         return
     for line in _lines(samples):
@@ -71,7 +71,7 @@ def export(
 
     write(trained, directory)
     if json:
-        print_json({"run": str(run), "checkpoint": trained.checkpoint, "directory": str(directory)})
+        print_json({**_said_of(run, trained), "directory": str(directory)})
     else:
         typer.echo(f"policy of {trained.checkpoint} written to {directory}")
 
@@ -82,7 +82,15 @@ def _read(run: Path, checkpoint: str | None) -> Trained:
         records = [find_checkpoint(records, checkpoint, run)]
     from perdure.trainers.trained import read_trained
 
-    return read_trained(run, records)
+    trained = read_trained(run, records)
+    for damaged in trained.passed_over:
+        typer.echo(f"warning: {damaged}: passed over, an older one is whole", err=True)
+    return trained
+
+
+def _said_of(run: Path, trained: Trained) -> dict[str, object]:
+    passed_over = list(trained.passed_over)
+    return {"run": str(run), "checkpoint": trained.checkpoint, "passed_over": passed_over}
 
 
 def _lines(samples: list[Sample]) -> list[str]:

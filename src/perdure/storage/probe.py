@@ -270,9 +270,13 @@ def _check_rate(folder: Path, clock: Clock, size: int) -> Finding:
     with mmap.mmap(-1, bulk.aligned(size)) as memory, memoryview(memory) as data:
         data[:8] = b"perdure\n"
         started_s = clock.monotonic_s()
-        sums = bulk.write_image(path, data, size)
-        written_s = clock.monotonic_s()
-        bad = bulk.check_image(path, size, sums)
+        try:
+            sums = bulk.write_image(path, data, size)
+            written_s = clock.monotonic_s()
+            bad = bulk.check_image(path, size, sums)
+        except OSError as error:
+            # Here, not outside: the error holds on to the memory that is about to be given back.
+            return Finding("writing", "failed", f"{size:,} bytes: {error.strerror}")
         read_s = clock.monotonic_s()
     if bad:
         return Finding("writing", "failed", "what was written reads back wrong")

@@ -39,7 +39,8 @@ def recorded_config(
             "is the run of a script with its own loop",
             where=str(run_dir),
             rule="it has no recipe that could be resumed",
-            way_out="start the script again: it goes on by itself",
+            way_out="start the script again, it goes on by itself;"
+            f" `perdure ckpt export {run_dir} DIR` writes what it has saved",
         )
     try:
         text = storage.read(CONFIG_FILE).decode()

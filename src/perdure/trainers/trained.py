@@ -45,6 +45,8 @@ class Trained:
     config: RunConfig
     task: Task
     model: Transformer
+    passed_over: tuple[str, ...]
+    """What is wrong with newer checkpoints, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,18 @@ def read_trained(run_dir: Path, committed: Sequence[Checkpointed]) -> Trained:
     task = make_task(config.task, config.seed)
     require_same_data(task, info.dataset_digest)
     fix_arithmetic(config)
-    manifest = _newest_whole(storage, committed, where=str(run_dir))
+    manifest, passed_over = _newest_whole(storage, committed, where=str(run_dir))
     model = Transformer(model_shape(config, task))
     tensors = CheckpointReader(storage, manifest).tensors(_POLICY)
     schema = manifest.components[_POLICY].schema_version
     WeightsComponent(_POLICY, model).load(ComponentState(tensors=tensors), schema)
-    return Trained(manifest.name.directory, config, task, model)
+    return Trained(manifest.name.directory, config, task, model, passed_over)
 
 
-def _newest_whole(storage: Storage, committed: Sequence[Checkpointed], *, where: str) -> Manifest:
+def _newest_whole(
+    storage: Storage, committed: Sequence[Checkpointed], *, where: str
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Its manifest, and what is wrong with the newer ones."""
     if not committed:
         raise NothingToResumeError(
             "no checkpoint was committed yet", where=where, way_out="let the run go on"
@@ -88,7 +93,7 @@ def _newest_whole(storage: Storage, committed: Sequence[Checkpointed], *, where:
     for record in reversed(committed):
         report = verify(storage, record.directory, manifest_digest=record.manifest_digest)
         if report.ok and report.manifest is not None:
-            return report.manifest
+            return report.manifest, tuple(reasons)
         reasons.append(f"{record.directory} ({report.reason})")
     raise DamagedError(
         f"no whole checkpoint: {', '.join(reasons)}",

@@ -187,7 +187,8 @@ def open_segment(
         index.reason,
         where=stored.path,
         rule="rows that were stored come back as they were, or not at all",
-        way_out="resume again: an earlier checkpoint is used",
+        way_out="use an earlier checkpoint, as a resume does: `perdure ckpt verify` says which are"
+        " whole",
     )
 
 

@@ -108,6 +108,16 @@ class Head:
     files: Mapping[str, RemoteFile] = field(default_factory=dict[str, RemoteFile])
     log: Mapping[str, int] = field(default_factory=dict[str, int])
 
+    def notes(self, *, address: str, trouble: str = "") -> dict[str, object]:
+        """What is kept of it in the run's directory, for people and tools."""
+        return {
+            "address": address,
+            "trouble": trouble,
+            "checkpoint": self.target.directory if self.target else "",
+            "shipped_wall_s": self.shipped_wall_s,
+            "log_bytes": sum(self.log.values()),
+        }
+
     @property
     def target(self) -> RemoteCheckpoint | None:
         """The checkpoint that is pointed to."""

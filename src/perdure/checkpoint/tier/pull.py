@@ -171,11 +171,7 @@ class _Pull:
         head, storage = self.head, self.download.storage
         # Before any byte: nothing that the pointer names is collected here.
         names = {one.directory for one in head.checkpoints}
-        notes = {
-            "address": self.address,
-            "checkpoint": head.target.directory if head.target else "",
-        }
-        Pins(storage).pin(names, notes=notes)
+        Pins(storage).pin(names, notes=head.notes(address=self.address))
         found, skipped, fetched = self._checkpoint(checkpoint)
         fetched += self.download.run(self._log())
         # Also where there is no file for them: whoever claims the run writes into them.

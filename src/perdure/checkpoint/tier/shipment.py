@@ -322,14 +322,7 @@ class Shipment:
             self.pins.note(self._notes())
 
     def _notes(self) -> dict[str, object]:
-        target = self.head.target
-        return {
-            "address": self.context.address,
-            "trouble": self._trouble,
-            "checkpoint": target.directory if target else "",
-            "shipped_wall_s": self.head.shipped_wall_s,
-            "log_bytes": sum(self.head.log.values()),
-        }
+        return self.head.notes(address=self.context.address, trouble=self._trouble)
 
 
 def _begun(head: Head, directory: str, segments: set[str], *, shared: set[str]) -> Head:
