@@ -304,6 +304,14 @@ def test_verification_names_the_chunk(tmp_path: Path) -> None:
     assert problem.reason == "checksum does not match in chunk 2"
 
 
+def assert_a_wrong_chunk_is_not_committed(rig: Rig) -> None:
+    assert rig.stage(1)
+    assert rig.engine.wait(WAIT_S)
+    assert "in chunk 1" in str(rig.engine.last_error)
+    assert not rig.ledger.committed()
+    rig.engine.close()
+
+
 def test_bytes_that_the_disk_loses_are_found_before_the_commit(tmp_path: Path) -> None:
     rig = Rig(PosixStorage(tmp_path), writer="thread")
     directory = CheckpointName("train", 1, ONE).directory
@@ -317,11 +325,7 @@ def test_bytes_that_the_disk_loses_are_found_before_the_commit(tmp_path: Path) -
                 os.fsync(file.fileno())
 
     rig.at.do(FaultPoint.CHECKPOINT_FILE_WRITTEN, lose_a_byte)
-    assert rig.stage(1)
-    assert rig.engine.wait(WAIT_S)
-    assert "in chunk 1" in str(rig.engine.last_error)
-    assert not rig.ledger.committed()
-    rig.engine.close()
+    assert_a_wrong_chunk_is_not_committed(rig)
 
 
 @pytest.mark.parametrize("writer", ["process", "thread", "memory"])
@@ -338,11 +342,7 @@ def test_a_copy_that_changes_in_memory_is_found_before_the_commit(
         arena._buffer[bulk.CHUNK_BYTES + 5] ^= 1
 
     rig.at.do(FaultPoint.CHECKPOINT_STAGED, lose_a_bit)
-    assert rig.stage(1)
-    assert rig.engine.wait(WAIT_S)
-    assert "in chunk 1" in str(rig.engine.last_error)
-    assert not rig.ledger.committed()
-    rig.engine.close()
+    assert_a_wrong_chunk_is_not_committed(rig)
 
 
 @pytest.mark.parametrize("writer", ["process", "thread", "memory"])
