@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -67,3 +69,12 @@ def test_log_memory_that_somebody_looks_at_is_not_written_over() -> None:
     with pytest.raises(BufferError):
         memory.joined(_pieces(np.zeros(50, np.int32)))
     assert view == _plain(np.arange(50, dtype=np.int32))
+
+
+def test_log_memory_whose_views_a_profiler_has_collected_is_lent_again() -> None:
+    memory = RecordMemory(MemoryBlocks())
+    memory.joined(_pieces(np.arange(50, dtype=np.int32)))
+    tracked = gc.get_objects()
+    memory.take_back()
+    assert memory.joined(_pieces(np.zeros(50, np.int32))) == _plain(np.zeros(50, np.int32))
+    del tracked

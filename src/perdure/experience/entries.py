@@ -37,7 +37,8 @@ class Entry:
 
     Attributes:
         trajectories: Of a ``SessionsDone`` without payload: what its payload is to be made of, row
-            by row. The writer forgets them when it encodes them at once: an entry is appended once.
+            by row. The writer forgets them if it has queued them encoded: an entry is appended
+            once.
         ref: Where the payload lies; set before the future of the append resolves.
         first_row: Row of the payload at which those of this entry begin; set like ``ref``.
         position: End of the control record in the control log; set like ``ref``.
@@ -110,8 +111,6 @@ def encode_large(item: PreparedEntry, memory: RecordMemory) -> PreparedEntry:
     if item.size < _ALONE_BYTES or item.is_encoded:
         return item
     control, payload = _encode_sessions([item.entry], memory)
-    # The garbage collector need not look at the columns while they wait.
-    item.entry.trajectories = None
     return item._replace(control=control, payload=payload)
 
 

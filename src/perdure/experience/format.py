@@ -22,6 +22,7 @@ from perdure.core.errors import FutureFormatError
 from perdure.core.ids import PayloadRef
 from perdure.core.record_types import RecordType
 from perdure.core.trajectories import Array
+from perdure.experience.commit_checksums import checksum_held
 
 MAGIC = b"PLOG"
 FORMAT_VERSION = 1
@@ -162,7 +163,7 @@ def stamp_record(record: Record, stamp: Stamp) -> int:
     """Write the stamp and the checksum into a prepared record; return the checksum."""
     _STAMP.pack_into(record, _STAMP_AT, *stamp)
     _CHECKSUM.pack_into(record, _CHECKSUM_AT, 0)
-    checksum = xxhash.xxh3_64_intdigest(record)
+    checksum = checksum_held(record)
     _CHECKSUM.pack_into(record, _CHECKSUM_AT, checksum)
     return checksum
 

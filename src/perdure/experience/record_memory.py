@@ -15,11 +15,11 @@ from perdure.core.trajectories import Array
 from perdure.experience.format import Record, contiguous, joined, record_length
 
 _LARGEST_BYTES = 2**19
-_BLOCKS = 128
+_BLOCKS = 256
 
 
 class MemoryBlocks:
-    """128 blocks of up to 512 KiB, lent to commits. Thread-safe."""
+    """256 blocks of up to 512 KiB, lent to commits. Thread-safe."""
 
     def __init__(self) -> None:
         # Blocks that have been used lie at the right end: those are lent first.
@@ -46,7 +46,7 @@ class RecordMemory:
 
     def __init__(self, blocks: MemoryBlocks) -> None:
         self._blocks = blocks
-        self._lent: list[tuple[io.BytesIO, memoryview]] = []
+        self._lent: list[tuple[io.BytesIO, memoryview, memoryview]] = []
 
     def joined(self, pieces: Sequence[bytes | Array]) -> Record:
         """The bytes of the pieces of one record; valid until :meth:`take_back`."""
@@ -63,14 +63,17 @@ class RecordMemory:
             buffers = contiguous(pieces)
             block.writelines(buffers)
         assert block.tell() == size
-        record = block.getbuffer()[:size]
-        self._lent.append((block, record))
+        whole = block.getbuffer()
+        record = whole[:size]
+        self._lent.append((block, whole, record))
         return record
 
     def take_back(self) -> None:
         """Nobody uses the records any more."""
-        for block, record in self._lent:
-            # To write into one that somebody looks at all the same raises BufferError.
+        for block, whole, record in self._lent:
+            # To write into one that somebody looks at all the same raises BufferError. Who has got
+            # hold of the views, as a memory profiler does, looks at nothing any more.
             record.release()
+            whole.release()
             self._blocks.take_back(block)
         self._lent.clear()

@@ -14,6 +14,7 @@ from perdure.core.record_codec import record_fields
 from perdure.core.record_types import Stream
 from perdure.core.records import SegmentOpened
 from perdure.core.storage_api import AppendFile, Storage
+from perdure.experience.commit_checksums import update_held
 from perdure.experience.format import Record, Stamp, prepare_record, stamp_record
 from perdure.experience.scan import Span
 from perdure.experience.segments import SegmentName
@@ -108,7 +109,7 @@ class StreamWriter:
         assert self._file is not None
         self._file.sync()
         for piece in self._unsynced:
-            self._hash.update(piece)
+            update_held(self._hash, piece)
         self._durable_upto += self._unsynced_bytes
         self._durable_here += self._unsynced_records
         self.durable_records += self._unsynced_records

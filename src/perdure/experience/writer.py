@@ -29,9 +29,9 @@ from perdure.experience.entries import (
 from perdure.experience.record_memory import MemoryBlocks, RecordMemory
 
 _IDLE_S = 0.5
-_MOST_TOGETHER = 4
-"""A commit may grow to so many ``commit_bytes``: each gives the interpreter up to callers about as
-often, however much is in it."""
+_MOST_TOGETHER = 8
+"""A commit may grow to so many ``commit_bytes``. Each gives the interpreter up six times, however
+much is in it, and callers that compute give it back only after a switch interval (5 ms)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LogOptions:
         segment_bytes: A segment that has reached this size is closed between batches.
         linger_s: How long a commit waits for more appends, unless it is urged.
         commit_bytes: A commit waits no longer once so much is pending. It takes little more than
-            four times as much, if that has come together behind the one before.
+            eight times as much, if that has come together behind the one before.
         max_pending_bytes: Above this, ``append`` waits until a commit has made room.
         stall_timeout_s: Longest such wait, and the longest wait for the last commit on closing.
         tries: How often a batch is tried, each time in a new segment.
@@ -166,12 +166,18 @@ class LogWriter:
     def _enqueue(self, fresh: list[PreparedEntry]) -> Future[LogPosition]:
         size = sum([item.size for item in fresh])
         commit_bytes = self._options.commit_bytes
-        if not self._waiting or self._waiting[-1].size >= _MOST_TOGETHER * commit_bytes:
-            self._waiting.append(_Batch(self._blocks))
-            self._changed.notify_all()
-        batch = self._waiting[-1]
+        full = not self._waiting or self._waiting[-1].size >= _MOST_TOGETHER * commit_bytes
+        batch = _Batch(self._blocks) if full else self._waiting[-1]
         # Here the arrays are still in the caches of the one who made them.
-        batch.entries += [encode_large(item, batch.memory) for item in fresh]
+        encoded = [encode_large(item, batch.memory) for item in fresh]
+        if full:
+            self._waiting.append(batch)
+            self._changed.notify_all()
+        batch.entries += encoded
+        for item in encoded:
+            if item.is_encoded:
+                # The garbage collector need not look at the columns while they wait.
+                item.entry.trajectories = None
         self._batch_of.update(dict.fromkeys([item.key for item in fresh], batch))
         batch.size += size
         self._pending_bytes += size
