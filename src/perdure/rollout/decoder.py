@@ -147,6 +147,7 @@ class Decoder:
             tokens_BT[row, : len(prompt)] = prompt
             targets += slots
             sources += [row] * len(slots)
+        self._cache.note_use(max(targets) + 1, padded)
         self._forward.prefill(self._to(tokens_BT), self._to(targets), self._to(sources))
 
     def compact(self, table: SlotTable) -> None:
@@ -170,6 +171,9 @@ class Decoder:
         """
         bands = self._bands(table)
         rows = bands[-1][0]
+        # On a GPU free rows decode as well, at positions of their own.
+        longest = max([length for _, length in bands])
+        self._cache.note_use(rows, self._options.max_tokens if self._on_gpu else longest)
         logits_NV = self._forward.step(
             self._to(table.token[:rows]), self._to(table.position[:rows]), bands
         )

@@ -60,6 +60,7 @@ class KVCache:
         self.keys = _zeros((*heads, size, max_tokens), device, dtype)
         self.values = _zeros((*heads, max_tokens, size), device, dtype)
         self.slots, self.max_tokens = slots, max_tokens
+        self._used_slots = self._used_tokens = 0
         self.writable = [
             (keys.permute(0, 3, 1, 2), values.transpose(1, 2))
             for keys, values in zip(self.keys, self.values, strict=True)
@@ -71,10 +72,17 @@ class KVCache:
         ]
         """Keys and values of each layer as (S·G, C, max_tokens) and (S·G, max_tokens, C)."""
 
+    def note_use(self, slots: int, tokens: int) -> None:
+        """From now on the first ``tokens`` positions of the first ``slots`` may be written."""
+        self._used_slots = max(self._used_slots, slots)
+        self._used_tokens = max(self._used_tokens, tokens)
+
     def clear(self) -> None:
-        """Forget everything (leftovers of broken weights may be non-finite)."""
-        self.keys.zero_()
-        self.values.zero_()
+        """Forget everything that was used (leftovers of broken weights may be non-finite)."""
+        slots, tokens = self._used_slots, self._used_tokens
+        self.keys[:, :slots, ..., :tokens].zero_()
+        self.values[:, :slots, :, :tokens].zero_()
+        self._used_slots = self._used_tokens = 0
 
     def move(self, target_slots: Sequence[int], source_slots: Sequence[int], length: int) -> None:
         """Copy the first ``length`` positions of slots, pair by pair in order.
