@@ -62,7 +62,7 @@ class StreamWriter:
         self._durable_upto = 0
         self._durable_here = 0
         self._hash = xxhash.xxh3_64()
-        self._unsynced: Sequence[bytes | memoryview] = ()
+        self._unsynced_hash = self._hash
         self._unsynced_bytes = 0
         self._unsynced_records = 0
         self.durable_records = 0
@@ -85,16 +85,23 @@ class StreamWriter:
         offset = durable_upto = self._durable_upto
         offsets: list[int] = []
         checksums: list[int] = []
+        whole = self._unsynced_hash = self._hash.copy()
+        size = sum(map(len, batch))
+        large = size > _JOINED_BYTES
         for index, record in enumerate(batch):
             stamp = Stamp(incarnation, index == last, lsn + index, durable_upto, other_durable)
             checksums.append(stamp_record(record, stamp))
+            if large:
+                # Now it is in the caches of this core.
+                update_held(whole, record)
             offsets.append(offset)
             offset += len(record)
-        large = offset - durable_upto > _JOINED_BYTES
-        self._unsynced = list(map(memoryview, batch)) if large else [b"".join(batch)]
-        self._unsynced_bytes = offset - durable_upto
+        pieces = list(map(memoryview, batch)) if large else [b"".join(batch)]
+        if not large:
+            whole.update(pieces[0])
+        self._unsynced_bytes = size
         self._unsynced_records = len(batch)
-        at = self._file.append(self._unsynced)
+        at = self._file.append(pieces)
         assert at == self._durable_upto
         first = len(opening)
         ends = [*offsets[first + 1 :], offset]
@@ -108,12 +115,10 @@ class StreamWriter:
         """
         assert self._file is not None
         self._file.sync()
-        for piece in self._unsynced:
-            update_held(self._hash, piece)
+        self._hash = self._unsynced_hash
         self._durable_upto += self._unsynced_bytes
         self._durable_here += self._unsynced_records
         self.durable_records += self._unsynced_records
-        self._unsynced = ()
 
     def abandon(self) -> None:
         """Leave the open segment as it is; the next batch starts a new one chained to its end."""
@@ -125,7 +130,6 @@ class StreamWriter:
             span = Span(self._name(), self._durable_upto, self._durable_here, checksum)
             self.spans.append(span)
         self._hash = xxhash.xxh3_64()
-        self._unsynced = ()
         self._durable_upto = self._durable_here = 0
         file.close()
 
