@@ -33,6 +33,7 @@ from perdure.experience.writer import LogOptions, LogWriter
 
 _CACHE_BYTES = 256 * 2**20
 _START_TIMEOUT_S = 120.0
+_MANY_OBJECTS = 100_000
 
 
 class ClaimedRun:
@@ -198,14 +199,16 @@ def _read(
 def _collector_paused() -> Generator[None]:
     """Reading a log makes a lot of objects that stay; looking at them for garbage takes as long.
 
-    Afterwards they count as old: they are looked at when all objects are, not at once.
+    If they are many, they count as old afterwards: they are looked at when all objects are, not at
+    once. So is what was garbage by then, which a process that reads short logs again and again
+    would be left with.
     """
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:
+        if gc.get_count()[0] >= _MANY_OBJECTS and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()
         if was_on:
