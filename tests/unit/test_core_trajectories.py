@@ -54,5 +54,5 @@ def test_an_empty_response_has_no_segments() -> None:
     ],
 )
 def test_what_does_not_agree_fails_the_check(changes: dict[str, Any]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"^the tokens of g0\.s0 do not fit together: "):
         _trajectory(**changes).check()

@@ -211,6 +211,7 @@ def test_sessions_of_workers_and_of_the_own_process_share_a_record(
         ({"reward": float("nan")}, TrainingError),
         ({"parts": {"right": "very"}}, ValueError),
         ({"logprobs_T": np.zeros(4)}, TypeError),
+        ({"logprobs_T": np.zeros(1, np.float32)}, ValueError),
         ({"segments": ()}, TrainingError),
         ({"session": SessionId(GroupId(0), True)}, TypeError),
         ({"parts": {"right": None}}, TypeError),
@@ -238,6 +239,18 @@ def test_what_cannot_be_logged_is_refused_and_nothing_else_is(
         worker.sessions_done([session(0, 1), bad]).result(FLUSH_S)
     worker.sessions_done([good]).result(FLUSH_S)
     check_log(storage, [good])
+    worker.close()
+
+
+def test_pieces_that_do_not_fit_together_are_refused_where_they_are_given(
+    door: Doors, storage: MemoryStorage
+) -> None:
+    door.open(start_store(storage, groups=1))
+    worker = door.worker()
+    piece = make.delta(0, 0, 0, 3)
+    with pytest.raises(ValueError, match=r"the tokens of g0\.s0 do not fit together: its arrays"):
+        worker.partials([dataclasses.replace(piece, logprobs_N=np.zeros(2, np.float32))])
+    worker.partials([piece]).result(FLUSH_S)
     assert door.connections == 1
     worker.close()
 

@@ -12,6 +12,7 @@ from perdure.core.ids import PolicyVersion, SessionId
 from perdure.core.record_types import StopReason
 
 Array = np.ndarray[Any, Any]
+_LENGTHS = "its arrays have different lengths"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,15 @@ class Trajectory:
     stop_reason: StopReason
 
     def check(self) -> None:
-        """Assert that lengths agree and that segments, none of them empty, cover the response."""
+        """Raises ``ValueError`` if there is a :meth:`problem`."""
+        _refuse(self.session, self.problem())
+
+    def problem(self) -> str | None:
+        """What is wrong if lengths differ, or segments, none empty, do not cover the response."""
         length = len(self.response_ids_T)
-        assert len(self.logprobs_T) == len(self.loss_mask_T) == length
-        uncovered = _uncovered(self.segments, 0, length)
-        assert uncovered is None, uncovered
+        if not len(self.logprobs_T) == len(self.loss_mask_T) == length:
+            return _LENGTHS
+        return _uncovered(self.segments, 0, length)
 
     @property
     def nbytes(self) -> int:
@@ -117,14 +122,13 @@ class PartialDelta:
         )
 
     def check(self) -> None:
-        """Assert that there is no :meth:`problem`."""
-        problem = self.problem()
-        assert problem is None, problem
+        """Raises ``ValueError`` if there is a :meth:`problem`."""
+        _refuse(self.session, self.problem())
 
     def problem(self) -> str | None:
         """What is wrong if lengths differ, or segments, none of them empty, do not cover them."""
         if not len(self.logprobs_N) == len(self.loss_mask_N) == len(self.token_ids_N):
-            return "its arrays have different lengths"
+            return _LENGTHS
         return _uncovered(self.segments, self.start, self.end)
 
 
@@ -171,6 +175,11 @@ def joined_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
             segment = Segment(segment.version, joined.pop().start, segment.end)
         joined.append(segment)
     return tuple(joined)
+
+
+def _refuse(session: SessionId, problem: str | None) -> None:
+    if problem is not None:
+        raise ValueError(f"the tokens of {session.key()} do not fit together: {problem}")
 
 
 def _uncovered(segments: Iterable[Segment], start: int, end: int) -> str | None:
