@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -112,6 +113,29 @@ def test_an_error_of_a_helper_alone_is_raised(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ImageCopy, "copy_chunk", copy_chunk)
     with pytest.raises(ValueError, match="chunk"):
         copy_images({"f": ImageCopy(np.zeros(10 * CHUNK, np.uint8), [])})
+
+
+def test_nothing_more_is_begun_when_the_caller_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caller, begun, interrupted = threading.current_thread(), threading.Event(), threading.Event()
+    taken: list[int] = []
+
+    def copy_chunk(_: ImageCopy, index: int) -> None:
+        if threading.current_thread() is caller:
+            assert begun.wait(WAIT_S), "no helper has taken a chunk"
+            interrupted.set()
+            raise KeyboardInterrupt
+        begun.set()
+        assert interrupted.wait(WAIT_S)
+        time.sleep(0.001)
+        taken.append(index)
+
+    monkeypatch.setattr(ImageCopy, "copy_chunk", copy_chunk)
+    with pytest.raises(KeyboardInterrupt):
+        copy_images({"f": ImageCopy(np.zeros(20_000 * CHUNK, np.uint8), [])})
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("staging")]
+    assert len(taken) < 19_999
 
 
 def test_the_sums_are_those_of_the_copy_whatever_happens_to_the_tensor(

@@ -90,6 +90,8 @@ def copy_images(copies: Mapping[str, ImageCopy]) -> dict[str, tuple[str, ...]]:
         size = sum(copy.nbytes for copy in copies.values())
         threads = min(_MOST_THREADS, usable_cores(), size // bulk.CHUNK_BYTES)
         helpers = _start(work, threads - 1, others)
+        # If this ends early, the helpers are waited for: they have nothing left to begin then.
+        others.callback(chunks.clear)
         work()
         for helper in helpers:
             helper.result()
