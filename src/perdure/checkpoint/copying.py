@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from perdure.core.cores import usable_cores
 from perdure.storage import bulk
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -88,8 +88,9 @@ def copy_images(copies: Mapping[str, ImageCopy]) -> dict[str, tuple[str, ...]]:
 
     with contextlib.ExitStack() as others:
         size = sum(copy.nbytes for copy in copies.values())
-        threads = min(_MOST_THREADS, usable_cores(), size // bulk.CHUNK_BYTES)
-        helpers = _start(work, threads - 1, others)
+        most = min(_MOST_THREADS, size // bulk.CHUNK_BYTES)
+        # To ask for the cores takes as long as to copy a megabyte.
+        helpers = _start(work, min(most, usable_cores()) - 1 if most > 1 else 0, others)
         # If this ends early, the helpers are waited for: they have nothing left to begin then.
         others.callback(chunks.clear)
         work()
@@ -108,10 +109,3 @@ def _start(
         with contextlib.suppress(RuntimeError):
             helpers.extend(pool.submit(work) for _ in range(threads))
     return helpers
-
-
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

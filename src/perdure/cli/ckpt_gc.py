@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 from perdure.cli.checkpoints import RunArgument
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
+from perdure.core.cores import usable_cores
 
 GC_EXAMPLES = (
     "Examples:\n\nperdure ckpt gc runs/tiny-1 --dry-run\n\nperdure ckpt gc runs/tiny-1 --keep 1"
@@ -48,7 +48,7 @@ def collect_checkpoints(
 
     storage = open_run(run)
     asked = Collecting(keep, archival=not drop_archived)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as executor:
+    with ThreadPoolExecutor(usable_cores()) as executor:
         if dry_run:
             done = would_collect(storage, asked, executor=executor)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from perdure.cli.checkpoint_table import NONE_YET
 from perdure.cli.checkpoints import RunArgument, describe, find_checkpoint, set_aside
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
+from perdure.core.cores import usable_cores
 from perdure.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def verify_checkpoints(
     records = checkpoints.committed_checkpoints(storage)
     if checkpoint is not None:
         records = [find_checkpoint(records, checkpoint, run)]
-    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as executor:
+    with ThreadPoolExecutor(threads or usable_cores()) as executor:
         reports = [_verify(storage, record, executor) for record in records]
     if not all(report.ok for report in reports):
         # A live run may have collected it since its log was read, and says so before it deletes.

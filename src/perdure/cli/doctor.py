@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perdure.cli.output import JsonOption, print_json
+from perdure.core.cores import usable_cores
 from perdure.core.errors import ConfigError, DamagedError, NothingToResumeError, StorageError
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _machine() -> Iterator[Finding]:
     versions = library_versions()
     text = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield Finding("versions", "ok", text)
-    cores, asked = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS")
+    cores, asked = usable_cores(), os.environ.get("OMP_NUM_THREADS")
     text = f"{cores} cores for this process, OMP_NUM_THREADS {asked or 'not set'}"
     many = asked is not None and asked.isdecimal() and int(asked) > cores
     yield Finding("threads", "warning" if many else "ok", text)
