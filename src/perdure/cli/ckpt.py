@@ -118,7 +118,9 @@ def show_checkpoint(
         ("versions", manifest.versions),
     ):
         typer.echo(f"{title}: " + ", ".join(f"{key} {value}" for key, value in pairs.items()))
-    typer.echo(f"config {manifest.info.config_digest}, data {manifest.info.dataset_digest}")
+    if manifest.info.config_digest:
+        # A script of one's own has neither.
+        typer.echo(f"config {manifest.info.config_digest}, data {manifest.info.dataset_digest}")
     if manifest.ranks > 1:
         typer.echo(f"stored by {manifest.ranks} ranks")
     known = _digests(storage, report) if digests else {}

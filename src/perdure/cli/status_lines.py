@@ -86,9 +86,10 @@ def _process(status: RunStatus, *, held: bool) -> Iterator[str]:
         return
     awaited = live["awaited_groups"]
     waits = f", waiting for {awaited} finished groups" if awaited else ""
+    running = live["running_sessions"]
     yield (
         f"process: {live['activity']} for {live['activity_s']:.1f} s{waits}, "
-        f"{live['running_sessions']} sessions, {live['generated_tokens']:,} tokens"
+        f"{running} session{'' if running == 1 else 's'}, {live['generated_tokens']:,} tokens"
         f" ({'final word, ' if live.get('ended') else ''}said {said})"
     )
     for engine in live["engines"]:
