@@ -57,7 +57,7 @@ def test_garbage_from_before_a_short_log_was_read_stays_young(knot: weakref.ref[
 def test_what_a_long_log_left_is_not_looked_at_at_once(
     knot: weakref.ref[Knot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "_MANY_OBJECTS", 0)
+    monkeypatch.setattr(opening, "_MANY_OBJECTS", 20)
     _claim_a_short_log()
     gc.collect(1)
     assert knot() is not None

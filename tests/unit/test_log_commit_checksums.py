@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 
+import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +72,8 @@ def test_stamping_a_record_lets_nobody_run() -> None:
     assert not _others_that_ran_during(lambda: stamp_record(record, stamp))
 
 
-def test_checksum_of_a_written_batch_lets_nobody_run() -> None:
+@pytest.mark.parametrize("sizes", [[LARGE], [200_000] * 300], ids=["large", "small"])
+def test_checksum_of_a_written_batch_lets_nobody_run(sizes: list[int]) -> None:
     storage = MemoryStorage()
     storage.make_dirs("log")
     writer = StreamWriter(
@@ -82,5 +84,11 @@ def test_checksum_of_a_written_batch_lets_nobody_run() -> None:
     )
     closed = Closed(IncarnationNumber(1), "")
     record = prepare_record(closed.type, key=closed.key(), fields=record_fields(closed))
-    record += bytes(LARGE)
-    assert not _others_that_ran_during(lambda: writer.write([record], other_durable=0))
+    records = [record + bytes(size) for size in sizes]
+
+    def write_all() -> None:
+        for one in records:
+            writer.write([one], other_durable=0)
+            writer.sync()
+
+    assert not _others_that_ran_during(write_all)

@@ -11,7 +11,7 @@ from perdure.models import ModelConfig, Transformer, init_weights
 from perdure.rollout.forward import GraphedForward, ModelForward
 from perdure.rollout.fused import FusedForward
 from perdure.rollout.kv_cache import KVCache
-from perdure.rollout.products import MIN_MACS, Product
+from perdure.rollout.products import MIN_MACS, Product, mkl_runs_on_intel
 
 BASE: dict[str, Any] = {
     "vocab_size": 17,
@@ -58,6 +58,24 @@ def fused_of(model: Transformer, *, placeless: bool = False) -> FusedForward:
 def tokens_of(rows: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randint(0, BASE["vocab_size"], (rows, length), generator=generator)
+
+
+def test_what_was_not_used_of_a_cache_is_not_cleared() -> None:
+    cache = cache_of(model_of({}))
+    cache.keys.fill_(1)
+    cache.values.fill_(1)
+    for _ in range(2):
+        # The second time there is nothing to clear.
+        cache.note_use(3, 2)
+        cache.note_use(1, 5)
+        cache.clear()
+        assert not cache.keys[:, :3, ..., :5].count_nonzero()
+        assert not cache.values[:, :3, :, :5].count_nonzero()
+        assert cache.keys.count_nonzero() == cache.keys.numel() * (1 - 3 * 5 / (SLOTS * TOKENS))
+        assert cache.values.count_nonzero() == cache.keys.count_nonzero()
+    cache.keys.fill_(1)
+    cache.clear()
+    assert cache.keys.count_nonzero() == cache.keys.numel()
 
 
 def decode(forward: Any, tokens_NT: torch.Tensor, bands: Any) -> torch.Tensor:
@@ -140,7 +158,7 @@ def test_products_by_either_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found_by_torch = {} if cpu_name is None else {"cpu_name": cpu_name}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found_by_torch)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found_by_torch, raising=False)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(96, 64, generator=generator)
@@ -162,6 +180,21 @@ def test_products_by_either_library(
         target = torch.ones(rows, 96)
         product.add_to(target, x_ND)
         torch.testing.assert_close(target.double(), 2 * expected + 1, atol=1e-4, rtol=1e-4)
+
+
+def test_mkl_is_taken_only_where_torch_has_it_and_knows_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    intel = {"cpu_name": "Intel Xeon"}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: intel, raising=False)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert mkl_runs_on_intel()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert not mkl_runs_on_intel()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    # As in a torch that is too old to tell.
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not mkl_runs_on_intel()
 
 
 @pytest.mark.gpu

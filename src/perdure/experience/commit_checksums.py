@@ -1,16 +1,16 @@
 """Checksums for a thread that must not let go of the interpreter in between.
 
-``xxhash`` lets go of it while it looks at about 100 KiB or more. That pays where several threads
-make checksums. The thread that commits would have to wait until a caller that computes in the
-interpreter gives it back: up to the switch interval, 5 ms, a thousand times what the checksum of a
-record takes.
+``xxhash`` (from version 4 on; before, always) lets go of it for more than 64 KiB. That pays where
+several threads make checksums. The thread that commits would have to wait until a caller that
+computes in the interpreter gives it back: up to the switch interval, 5 ms, hundreds of times what
+the checksum of a record takes.
 """
 
 from __future__ import annotations
 
 import xxhash
 
-_HELD_BYTES = 2**16
+_HELD_BYTES = 2**15
 
 
 def checksum_held(data: bytes | bytearray | memoryview) -> int:

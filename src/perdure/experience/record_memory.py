@@ -57,11 +57,15 @@ class RecordMemory:
         # The types of numpy do not tell that arrays are buffers.
         buffers: Any = pieces
         try:
-            block.writelines(buffers)
-        except ValueError:
-            block.seek(0)
-            buffers = contiguous(pieces)
-            block.writelines(buffers)
+            try:
+                block.writelines(buffers)
+            except ValueError:
+                block.seek(0)
+                buffers = contiguous(pieces)
+                block.writelines(buffers)
+        except BaseException:
+            self._blocks.take_back(block)
+            raise
         assert block.tell() == size
         whole = block.getbuffer()
         record = whole[:size]

@@ -98,7 +98,7 @@ class StreamWriter:
             offset += len(record)
         pieces = list(map(memoryview, batch)) if large else [b"".join(batch)]
         if not large:
-            whole.update(pieces[0])
+            update_held(whole, pieces[0])
         self._unsynced_bytes = size
         self._unsynced_records = len(batch)
         at = self._file.append(pieces)

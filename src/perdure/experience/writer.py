@@ -30,8 +30,9 @@ from perdure.experience.record_memory import MemoryBlocks, RecordMemory
 
 _IDLE_S = 0.5
 _MOST_TOGETHER = 8
-"""A commit may grow to so many ``commit_bytes``. Each gives the interpreter up six times, however
-much is in it, and callers that compute give it back only after a switch interval (5 ms)."""
+"""A commit may grow to so many ``commit_bytes``. Each gives the interpreter up at least six
+times, however much is in it, and callers that compute give it back only after a switch interval
+(5 ms)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +169,13 @@ class LogWriter:
         commit_bytes = self._options.commit_bytes
         full = not self._waiting or self._waiting[-1].size >= _MOST_TOGETHER * commit_bytes
         batch = _Batch(self._blocks) if full else self._waiting[-1]
-        # Here the arrays are still in the caches of the one who made them.
-        encoded = [encode_large(item, batch.memory) for item in fresh]
+        try:
+            # Here the arrays are still in the caches of the one who made them.
+            encoded = [encode_large(item, batch.memory) for item in fresh]
+        except BaseException:
+            if full:
+                batch.memory.take_back()
+            raise
         if full:
             self._waiting.append(batch)
             self._changed.notify_all()

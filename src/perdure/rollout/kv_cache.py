@@ -73,7 +73,10 @@ class KVCache:
         """Keys and values of each layer as (S·G, C, max_tokens) and (S·G, max_tokens, C)."""
 
     def note_use(self, slots: int, tokens: int) -> None:
-        """From now on the first ``tokens`` positions of the first ``slots`` may be written."""
+        """From now on the first ``tokens`` positions of the first ``slots`` may be written.
+
+        To be called before anything is; :meth:`clear` clears nothing else.
+        """
         self._used_slots = max(self._used_slots, slots)
         self._used_tokens = max(self._used_tokens, tokens)
 
