@@ -18,6 +18,7 @@ from perdure.core.ids import IncarnationNumber, PayloadRef
 from perdure.core.record_types import RecordType
 from perdure.experience.format import (
     Stamp,
+    pack_plain,
     parse_record,
     prepare_record,
     prepare_referring_record,
@@ -44,6 +45,43 @@ def _pieces(arrays: dict[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
         name: [array] if array.ndim == 0 else [array[:1], array[1:3], array[3:]]
         for name, array in arrays.items()
     }
+
+
+class _Name(str):
+    __slots__ = ()
+
+
+_PLAIN = st.recursive(
+    _SCALARS | st.binary(),
+    lambda some: (
+        st.lists(some)
+        | st.lists(some).map(tuple)
+        | st.dictionaries(st.text() | st.text().map(_Name) | st.integers(0, 9), some)
+    ),
+)
+
+
+@given(value=_PLAIN)
+def test_the_quick_packer_gives_the_same_bytes(value: object) -> None:
+    assert pack_plain(value) == msgpack.packb(value)
+
+
+@pytest.mark.parametrize("value", ["\ud800", 2**64, np.int32(1), object()])
+def test_the_quick_packer_refuses_what_the_other_refuses(value: object) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)) as refused:
+        msgpack.packb([value])
+    with pytest.raises(refused.type):
+        pack_plain([value])
+
+
+@pytest.mark.parametrize("value", [{1}, frozenset(), STAMP.__class__, b"".__class__])
+def test_log_record_of_something_else_than_plain_values_is_refused(value: object) -> None:
+    with pytest.raises(TypeError):
+        prepare_record(RecordType.STEP_DONE, key="k", fields={"metrics": value})
+    with pytest.raises(TypeError):
+        prepare_record(
+            RecordType.TRANSITIONS, key="k", fields={"metrics": value}, arrays={"x": [np.ones(1)]}
+        )
 
 
 @given(fields=_FIELDS, arrays=_ARRAYS)

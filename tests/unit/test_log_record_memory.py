@@ -30,7 +30,7 @@ def _plain(array: Array) -> bytearray:
         np.arange(100, dtype=np.int32),
         np.arange(100, dtype=np.int32)[::3],
         np.arange(0, dtype=np.int32),
-        np.arange(2**18, dtype=np.int32),
+        np.arange(2**19, dtype=np.int32),
     ],
     ids=["whole", "with gaps", "empty", "above the largest block"],
 )

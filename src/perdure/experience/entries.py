@@ -22,9 +22,9 @@ from perdure.experience.record_memory import RecordMemory
 
 MAX_SESSIONS = 1024
 """Sessions in one record, at most."""
-MAX_BYTES = 2**18
+MAX_BYTES = 2**20
 """Bytes of arrays in one record of more than one session, at most."""
-_ALONE_BYTES = MAX_BYTES // 2
+_ALONE_BYTES = 2**17
 """Sessions with so many bytes of arrays are not put together with others."""
 
 

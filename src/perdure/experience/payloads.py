@@ -18,6 +18,7 @@ from perdure.experience.columns import ARRAYS, IDS, LOGPROBS, MASK, MAX_NUMBER, 
 from perdure.experience.format import (
     Record,
     laid_out,
+    pack_plain,
     parse_record,
     record_arrays,
     record_body,
@@ -107,7 +108,9 @@ def columns_payload(columns: TrajectoryColumns, memory: RecordMemory) -> Payload
         laid_out(name, dtype, (sum(fields[lengths]),), pieces=arrays[name])
         for name, (dtype, lengths) in ARRAYS.items()
     ]
-    pieces = record_pieces(RecordType.TRAJECTORIES, key=key, fields=fields, arrays=laid)
+    pieces = record_pieces(
+        RecordType.TRAJECTORIES, key=key, fields=fields, arrays=laid, pack=pack_plain
+    )
     return Payload(key, memory.joined(pieces))
 
 

@@ -14,12 +14,12 @@ from typing import Any
 from perdure.core.trajectories import Array
 from perdure.experience.format import Record, contiguous, joined, record_length
 
-_LARGEST_BYTES = 2**19
-_BLOCKS = 256
+_LARGEST_BYTES = 2**20 + 2**18
+_BLOCKS = 128
 
 
 class MemoryBlocks:
-    """256 blocks of up to 512 KiB, lent to commits. Thread-safe."""
+    """128 blocks of up to 1.25 MiB, lent to commits. Thread-safe."""
 
     def __init__(self) -> None:
         # Blocks that have been used lie at the right end: those are lent first.
@@ -41,7 +41,7 @@ class MemoryBlocks:
 class RecordMemory:
     """Joins the pieces of the records of one commit. Belongs to one thread at a time.
 
-    A record above 512 KiB, or one for which no block is left, has memory of its own.
+    A record above 1.25 MiB, or one for which no block is left, has memory of its own.
     """
 
     def __init__(self, blocks: MemoryBlocks) -> None:
