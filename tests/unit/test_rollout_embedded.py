@@ -142,47 +142,6 @@ def test_broken_weights_reach_every_stream_and_good_ones_heal(deterministic: boo
     assert before == after
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("sessions", [1, 3, 9])
-def test_new_weights_find_nothing_of_the_old_ones_in_the_cache(
-    sessions: int, deterministic: bool, dtype: str
-) -> None:
-    def request_of_length(index: int) -> GenerationRequest:
-        prompt = tuple([1 + (index + place) % 5 for place in range(1 + 2 * index % 11)])
-        budget = 1 + 5 * index % 13
-        return GenerationRequest(
-            f"r{index}", prompt, SamplingParams(max_new_tokens=budget), (1, index)
-        )
-
-    async def main() -> None:
-        engine = engine_of(slots=4, deterministic=deterministic, dtype=dtype)
-        given = {name: one.to(getattr(torch, dtype)) for name, one in weights().items()}
-        await engine.load_weights(PolicyVersion(1), given)
-        await asyncio.gather(
-            *[chunk_lengths(engine, request_of_length(index)) for index in range(sessions)]
-        )
-        assert engine._decoder is not None
-        cache = engine._decoder._cache
-        assert cache.keys.count_nonzero()
-        await engine.load_weights(PolicyVersion(2), given)
-        assert not cache.keys.count_nonzero()
-        assert not cache.values.count_nonzero()
-        await engine.close()
-
-    asyncio.run(main())
-
-
-def test_new_weights_find_nothing_of_prompts_that_were_not_continued() -> None:
-    decoder = Decoder(MODEL, EngineOptions(slots=4, max_tokens=24))
-    decoder.load_weights(weights())
-    decoder.prefill([(2, np.arange(1, 6))])
-    assert decoder._cache.keys.count_nonzero()
-    decoder.load_weights(weights())
-    assert not decoder._cache.keys.count_nonzero()
-    assert not decoder._cache.values.count_nonzero()
-
-
 def test_sampling_parameters_of_a_failed_request_are_forgotten() -> None:
     greedy = SamplingParams(temperature=0.0, max_new_tokens=12)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from perdure.models import ModelConfig, Transformer, init_weights
 from perdure.rollout.forward import GraphedForward, ModelForward
@@ -60,22 +62,44 @@ def tokens_of(rows: int, length: int) -> torch.Tensor:
     return torch.randint(0, BASE["vocab_size"], (rows, length), generator=generator)
 
 
-def test_what_was_not_used_of_a_cache_is_not_cleared() -> None:
-    cache = cache_of(model_of({}))
+_USES = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 150)), max_size=4)
+
+
+@given(cycles=st.lists(_USES, max_size=4))
+def test_what_is_used_of_a_cache_holds_nothing_from_before_it_was_cleared(
+    cycles: list[list[tuple[int, int]]],
+) -> None:
+    config = ModelConfig.model_validate(BASE | {"layers": 1})
+    cache = KVCache(config, slots=5, max_tokens=150, device=torch.device("cpu"))
+    for uses in cycles:
+        used_slots = used_tokens = 0
+        for slots, tokens in uses:
+            before = cache.keys[:, :used_slots, ..., :used_tokens].clone()
+            cache.note_use(slots, tokens)
+            # What was written since the cache was cleared stays.
+            assert cache.keys[:, :used_slots, ..., :used_tokens].equal(before)
+            used_slots, used_tokens = max(used_slots, slots), max(used_tokens, tokens)
+            assert cache.keys[:, :used_slots, ..., :used_tokens].isfinite().all()
+            assert cache.values[:, :used_slots, :, :used_tokens].isfinite().all()
+            cache.keys[:, :slots, ..., :tokens].fill_(1)
+            cache.values[:, :slots, :, :tokens].fill_(1)
+        # All that may be written holds what broken weights leave.
+        cache.keys[:, :used_slots, ..., :used_tokens].fill_(torch.nan)
+        cache.values[:, :used_slots, :, :used_tokens].fill_(torch.nan)
+        cache.clear()
+
+
+def test_only_what_was_used_of_a_cache_is_cleared() -> None:
+    config = ModelConfig.model_validate(BASE | {"layers": 1})
+    cache = KVCache(config, slots=4, max_tokens=256, device=torch.device("cpu"))
+    cache.note_use(3, 60)
+    cache.clear()
     cache.keys.fill_(1)
     cache.values.fill_(1)
-    for _ in range(2):
-        # The second time there is nothing to clear.
-        cache.note_use(3, 2)
-        cache.note_use(1, 5)
-        cache.clear()
-        assert not cache.keys[:, :3, ..., :5].count_nonzero()
-        assert not cache.values[:, :3, :, :5].count_nonzero()
-        assert cache.keys.count_nonzero() == cache.keys.numel() * (1 - 3 * 5 / (SLOTS * TOKENS))
-        assert cache.values.count_nonzero() == cache.keys.count_nonzero()
-    cache.keys.fill_(1)
-    cache.clear()
-    assert cache.keys.count_nonzero() == cache.keys.numel()
+    cache.note_use(4, 200)
+    for cached in (cache.keys, cache.values.transpose(-1, -2)):
+        assert not cached[:, :3, ..., :64].count_nonzero()
+        assert cached.count_nonzero() == cached.numel() * (1 - 3 * 64 / (4 * 256))
 
 
 def decode(forward: Any, tokens_NT: torch.Tensor, bands: Any) -> torch.Tensor:

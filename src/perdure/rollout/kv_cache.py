@@ -18,6 +18,8 @@ from perdure.models.transformer import Attend, ModelConfig, causal_attention
 
 CACHE_LINE = 64
 """Bytes."""
+_CLEARED_TOGETHER = 64
+"""Positions: of few, those of the keys lie too far apart."""
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -60,7 +62,9 @@ class KVCache:
         self.keys = _zeros((*heads, size, max_tokens), device, dtype)
         self.values = _zeros((*heads, max_tokens, size), device, dtype)
         self.slots, self.max_tokens = slots, max_tokens
-        self._used_slots = self._used_tokens = 0
+        self._ready = self._stale = (0, 0)
+        # Slots and tokens. What was used since the last ``clear`` lies within the first; leftovers
+        # from before lie within the second and outside the first.
         self.writable = [
             (keys.permute(0, 3, 1, 2), values.transpose(1, 2))
             for keys, values in zip(self.keys, self.values, strict=True)
@@ -73,19 +77,35 @@ class KVCache:
         """Keys and values of each layer as (S·G, C, max_tokens) and (S·G, max_tokens, C)."""
 
     def note_use(self, slots: int, tokens: int) -> None:
-        """From now on the first ``tokens`` positions of the first ``slots`` may be written.
+        """From now on the first ``tokens`` positions of the first ``slots`` may be used.
 
-        To be called before anything is; :meth:`clear` clears nothing else.
+        To be called before anything is written or read there.
         """
-        self._used_slots = max(self._used_slots, slots)
-        self._used_tokens = max(self._used_tokens, tokens)
+        ready_slots, ready_tokens = self._ready
+        if slots <= ready_slots and tokens <= ready_tokens:
+            return
+        tokens = min(-(-tokens // _CLEARED_TOGETHER) * _CLEARED_TOGETHER, self.max_tokens)
+        slots, tokens = max(slots, ready_slots), max(tokens, ready_tokens)
+        stale_slots, stale_tokens = self._stale
+        upto = min(tokens, stale_tokens)
+        self._zero(range(ready_slots, min(slots, stale_slots)), range(upto))
+        self._zero(range(min(ready_slots, stale_slots)), range(ready_tokens, upto))
+        self._ready = slots, tokens
 
     def clear(self) -> None:
-        """Forget everything that was used (leftovers of broken weights may be non-finite)."""
-        slots, tokens = self._used_slots, self._used_tokens
-        self.keys[:, :slots, ..., :tokens].zero_()
-        self.values[:, :slots, :, :tokens].zero_()
-        self._used_slots = self._used_tokens = 0
+        """Forget everything (leftovers of broken weights may be non-finite).
+
+        Takes no time: a place is cleared when it is used again.
+        """
+        (ready_slots, ready_tokens), (slots, tokens) = self._ready, self._stale
+        self._stale = max(slots, ready_slots), max(tokens, ready_tokens)
+        self._ready = 0, 0
+
+    def _zero(self, slots: range, tokens: range) -> None:
+        if slots and tokens:
+            rows, positions = slice(slots.start, slots.stop), slice(tokens.start, tokens.stop)
+            self.keys[:, rows, ..., positions].zero_()
+            self.values[:, rows, :, positions].zero_()
 
     def move(self, target_slots: Sequence[int], source_slots: Sequence[int], length: int) -> None:
         """Copy the first ``length`` positions of slots, pair by pair in order.
