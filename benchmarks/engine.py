@@ -251,9 +251,11 @@ def table(name: str, found: dict[str, Any]) -> Iterator[str]:
         yield f"| {peer} | absent: {reason} |" + " |" * (len(figures) - 1)
     error = found["logprob_error"]
     distance = "not compared with" if error is None else f"within {error:.1e} of"
-    yield f"\nweight swap {found['swap_ms']:.1f} ms, when all slots were used "
-    yield f"{found['swap_of_used_slots_ms']:.1f} ms; packing for oneDNN "
-    yield f"{found['packing_ms']:.1f} ms; log-probabilities {distance} transformers"
+    swap, used, packing = (
+        f"{found[key]:.1f} ms" for key in ("swap_ms", "swap_of_used_slots_ms", "packing_ms")
+    )
+    yield f"\nweight swap {swap}, when all slots were used {used}; packing for oneDNN {packing}"
+    yield f"log-probabilities {distance} transformers"
 
 
 def parse_arguments() -> argparse.Namespace:

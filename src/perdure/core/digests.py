@@ -10,14 +10,32 @@ import numpy as np
 import xxhash
 
 
+class ArraysDigest:
+    """What :func:`digest_arrays` gives, an array at a time, in the order of their names."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+        self._last = ""
+
+    def add(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        """The next one."""
+        assert self._last <= name, f"{name} comes before {self._last}"
+        self._last = name
+        array = np.ascontiguousarray(array)
+        self._state.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
+        self._state.update(array.reshape(-1).view(np.uint8).data)
+
+    def hex(self) -> str:
+        """Of all so far."""
+        return self._state.hexdigest()
+
+
 def digest_arrays(arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
     """xxh3-128 hex digest over sorted names, dtypes, shapes and little-endian bytes."""
-    state = xxhash.xxh3_128()
+    digest = ArraysDigest()
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        state.update(f"{name}|{array.dtype.str}|{array.shape}|".encode())
-        state.update(array.reshape(-1).view(np.uint8).data)
-    return state.hexdigest()
+        digest.add(name, arrays[name])
+    return digest.hex()
 
 
 def digest_values(value: object) -> str:

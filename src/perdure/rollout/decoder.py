@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perdure.core.digests import ArraysDigest
 from perdure.core.errors import TrainingError
 from perdure.core.trajectories import Array
-from perdure.models.digest import digest_weights, weights_of
+from perdure.models.digest import as_array, weights_of
 from perdure.models.transformer import ModelConfig, Transformer
 from perdure.rollout.forward import Bands, CachedForward, GraphedForward, ModelForward
 from perdure.rollout.fused import FusedForward
@@ -101,11 +102,14 @@ class Decoder:
                     f"weight {name} is {tuple(given.shape)} {given.dtype}, "
                     f"the model holds {tuple(tensor.shape)} {tensor.dtype}"
                 )
-        for name, tensor in held.items():
+        digest = ArraysDigest()
+        for name, tensor in sorted(held.items()):
             tensor.copy_(incoming[name])
+            # Now it is in the caches.
+            digest.add(name, as_array(tensor))
         self._forward.refresh()
         self.clear()
-        return digest_weights(held)
+        return digest.hex()
 
     def clear(self) -> None:
         """Forget all cached keys and values."""
