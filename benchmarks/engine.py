@@ -149,7 +149,8 @@ def product_limit(config: ModelConfig, rows: int, *, onednn: bool) -> float:
 def swap_ms(model: Transformer) -> tuple[float, float, float]:
     """CPU milliseconds of ``load_weights``, digest included, and of packing them for oneDNN.
 
-    First after nothing was generated, then after every slot was used for a prompt and 128 tokens.
+    First after nothing was generated, then after every slot was used for a prompt and 128 tokens;
+    what these leave is not cleared here but when its place is used again.
     Packing is part of the first step that has enough rows for it, where oneDNN is taken. Best of
     ten, of five where something is generated in between.
     """
@@ -254,8 +255,10 @@ def table(name: str, found: dict[str, Any]) -> Iterator[str]:
     swap, used, packing = (
         f"{found[key]:.1f} ms" for key in ("swap_ms", "swap_of_used_slots_ms", "packing_ms")
     )
-    yield f"\nweight swap {swap}, when all slots were used {used}; packing for oneDNN {packing}"
-    yield f"log-probabilities {distance} transformers"
+    yield (
+        f"\nweight swap {swap}, when all slots were used {used}; packing for oneDNN {packing}; "
+        f"log-probabilities {distance} transformers"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:

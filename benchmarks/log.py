@@ -9,9 +9,10 @@ most that a run hands over at once of those that have finished, and once more ea
 of its own. The others have no group commit. They are measured twice: with a transaction for each
 group, which is what a program gets that needs each group acknowledged, and with transactions of 64
 groups put together by hand. They take turns, each round in a new directory of the same disk; the
-best of the rounds counts. The trajectories exist before and are frozen (``gc.freeze``), for all of
-them: a run does not hold 40,000 at a time, and one full collection would look at a quarter of a
-million objects that are the benchmark's.
+best of the rounds counts. The trajectories exist before. While trajectories are appended, to any of
+the stores, they are frozen with everything else that is there by then (``gc.freeze``): a run does
+not hold 40,000 at a time, and one full collection would look at a quarter of a million objects that
+are the benchmark's.
 
 * From a worker: the same, 128 sessions in a call, from another process, which generated the
   trajectories and gets them acknowledged over a socket; CPU time is that of both processes.
@@ -371,6 +372,8 @@ def main() -> None:
     count = arguments.trajectories // SESSIONS * SESSIONS
     groups = generated(count // SESSIONS)
     figures = show_appending(compare_appending(groups, arguments.rounds), count)
+    del groups
+    gc.unfreeze()
     seconds, megabytes = reopen(arguments.megabytes, arguments.rounds)
     print(f"reopen {megabytes:.0f} MB, hashed, sealed and folded: {seconds:.2f} s")
     figures |= {"reopen_s": seconds, "reopen_mb": megabytes}

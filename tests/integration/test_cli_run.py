@@ -275,6 +275,15 @@ def test_the_audit_proves_a_run_and_compares_two(trained: Path, copy: Path) -> N
     assert (code, err) == (0, ""), out
     assert json.loads(run("audit", trained, "--json")[1])
     assert run("audit", trained, "--diff", copy)[0] == 0
+    log = next(copy.glob("log/payload-*"))
+    data = bytearray(log.read_bytes())
+    data[200] ^= 1
+    log.write_bytes(data)
+    for pair in ((copy, trained), (trained, copy)):
+        code, _, err = run("audit", pair[0], "--diff", pair[1])
+        assert code == 5
+        assert str(copy / "log") in err or f"{copy}, log/{log.name}" in err
+        assert str(trained) not in err
 
 
 def test_the_audit_finds_damage_and_difference(trained: Path, copy: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from log_cases import (
 )
 
 from perdure.core.errors import DamagedError, FutureFormatError
+from perdure.experience.format import HEADER_BYTES, decode_header
 from perdure.storage import MemoryStorage
 
 CONTROL = "log/control-000001-000000.plog"
@@ -100,6 +101,30 @@ def _end_without(size: int) -> int:
 @pytest.mark.parametrize("path", [CONTROL, PAYLOAD])
 def test_log_flip_in_a_sealed_log_is_damage(path: str) -> None:
     assert _flips(path, close=True, stride=5)[1] == 0
+
+
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("path", [CONTROL, PAYLOAD])
+def test_log_damage_is_told_at_the_record_that_has_it(path: str, close: bool) -> None:
+    data = _log(close=close)[0][path]
+    view = memoryview(data)
+    starts = [0]
+    while starts[-1] < len(data):
+        header = decode_header(view, starts[-1])
+        assert header is not None
+        starts.append(starts[-1] + header.length)
+    assert len(starts) > 3
+    # Nothing vouches for the last control batch of a log that is not sealed.
+    last = -1 if close or path == PAYLOAD else -2
+    # Without its first record nothing of a segment can be read.
+    for start in starts[1:last]:
+        storage = MemoryStorage()
+        _write(storage, close=close)
+        flipped = bytearray(data)
+        flipped[start + HEADER_BYTES] ^= 1
+        storage.damage(path, bytes(flipped))
+        with pytest.raises(DamagedError, match=rf"{path} at byte {start}: "):
+            read_head(storage)
 
 
 @pytest.mark.parametrize("path", ["seals/1.json", "run.json"])

@@ -9,6 +9,7 @@ import pytest
 
 from perdure.core.record_types import RecordType
 from perdure.core.trajectories import Array
+from perdure.experience.entries import MAX_BYTES
 from perdure.experience.format import laid_out, prepare_record, record_pieces
 from perdure.experience.record_memory import MemoryBlocks, RecordMemory
 
@@ -50,6 +51,23 @@ def test_log_records_of_one_commit_do_not_share_memory() -> None:
         records = [memory.joined(_pieces(array)) for array in arrays]
         assert records == [_plain(array) for array in arrays]
         memory.take_back()
+
+
+@pytest.mark.parametrize(("count", "size"), [(200, 100), (20, MAX_BYTES // 4)])
+def test_log_memory_of_a_large_commit_is_lent_again(count: int, size: int) -> None:
+    """Also that of many records, and of full ones."""
+    memory = RecordMemory(MemoryBlocks())
+    lent: list[set[int]] = []
+    held: list[Array] = []
+    for _ in range(2):
+        records = [memory.joined(_pieces(np.full(size, n, np.int32))) for n in range(count)]
+        lent.append({np.frombuffer(record, np.uint8).ctypes.data for record in records})
+        # Other memory cannot come to lie where these were.
+        held += [np.empty(size, np.int32) for _ in range(count)]
+        del records
+        memory.take_back()
+    assert lent[0] == lent[1]
+    assert len(lent[0]) == count
 
 
 def test_log_memory_is_lent_again() -> None:

@@ -70,17 +70,33 @@ def break_leftovers(cache: KVCache) -> int:
     return written
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("deterministic", [False, True])
+def as_on_gpu(engine: EmbeddedEngine) -> None:
+    """Let it decode free rows as well, as graphs of few sizes do."""
+    assert engine._decoder is not None
+    engine._decoder._on_gpu = True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "deterministic", "gpu"),
+    [
+        ("float32", False, False),
+        ("float32", True, False),
+        ("bfloat16", False, False),
+        ("bfloat16", True, False),
+        ("bfloat16", False, True),
+    ],
+)
 @pytest.mark.parametrize("sessions", [(60, 3), (3, 60), (25, 40)])
 def test_new_weights_find_nothing_of_the_old_ones_in_the_cache(
-    sessions: tuple[int, int], deterministic: bool, dtype: str
+    sessions: tuple[int, int], deterministic: bool, dtype: str, gpu: bool
 ) -> None:
     async def main() -> None:
         options = options_of(dtype, deterministic=deterministic)
         given = weights(dtype)
         used = EmbeddedEngine(MODEL, options)
         await used.load_weights(PolicyVersion(0), given)
+        if gpu:
+            as_on_gpu(used)
         for version in range(1, 4):
             await generated(used, version, sessions[version % 2])
             assert used._decoder is not None
@@ -88,6 +104,8 @@ def test_new_weights_find_nothing_of_the_old_ones_in_the_cache(
             await used.load_weights(PolicyVersion(version), given)
             fresh = EmbeddedEngine(MODEL, options)
             await fresh.load_weights(PolicyVersion(version), given)
+            if gpu:
+                as_on_gpu(fresh)
             again = 10 + version
             expected = await generated(fresh, again, sessions[(version + 1) % 2])
             await fresh.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perdure.cli.output import JsonOption, print_json
+from perdure.cli.output import JsonOption, concerns, print_json
 from perdure.cli.runs import open_run
 from perdure.core.errors import AuditFailedError, DamagedError
 
@@ -32,6 +32,8 @@ def audit(
         _prove(run, json=json)
     else:
         open_run(diff)
+        # What compares two runs says which one it means.
+        concerns(None)
         _compare(run, diff, json=json)
 
 

@@ -37,8 +37,8 @@ def _command() -> _Command:
     return _COMMAND.get() or _Command()
 
 
-def concerns(run_dir: Path) -> None:
-    """From here on the command is about this run: its errors name it."""
+def concerns(run_dir: Path | None) -> None:
+    """From here on the errors of the command name this run; None: they name theirs themselves."""
     _command().run_dir = run_dir
 
 

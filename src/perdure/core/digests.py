@@ -11,14 +11,14 @@ import xxhash
 
 
 class ArraysDigest:
-    """What :func:`digest_arrays` gives, an array at a time, in the order of their names."""
+    """The digest that :func:`digest_arrays` gives, made an array at a time."""
 
     def __init__(self) -> None:
         self._state = xxhash.xxh3_128()
         self._last = ""
 
     def add(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        """The next one."""
+        """Add an array; its name comes behind the last one's."""
         assert self._last <= name, f"{name} comes before {self._last}"
         self._last = name
         array = np.ascontiguousarray(array)
@@ -26,7 +26,7 @@ class ArraysDigest:
         self._state.update(array.reshape(-1).view(np.uint8).data)
 
     def hex(self) -> str:
-        """Of all so far."""
+        """xxh3-128 hex digest of the arrays so far."""
         return self._state.hexdigest()
 
 

@@ -60,25 +60,17 @@ class _Packer(threading.local):
 
 
 _packer = _Packer()
-_pack_fast: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
+pack_plain: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
+"""The bytes that msgpack gives, sooner.
+
+For numbers, text, lists, tuples and maps whose types are just these (names in maps may be of
+subclasses): another type, which msgpack refuses, may be taken for one of them, a set for a list.
+"""
 
 
 def _pack(value: object) -> bytes:
-    """As msgpack; raises ``TypeError`` for what is not msgpack-able."""
+    """Raises ``TypeError``, ``ValueError`` or ``OverflowError`` for what is not msgpack-able."""
     return _packer.pack(value)
-
-
-def pack_plain(value: object) -> bytes:
-    """As msgpack, in a quarter of the time.
-
-    For numbers, text, lists, tuples and maps whose types are just these: where msgpack would refuse
-    another type, this may take it for one of them (a set for a list).
-    """
-    try:
-        return _pack_fast(value)
-    except TypeError:
-        # Text may be of a subclass.
-        return _pack(value)
 
 
 Record = bytearray | memoryview

@@ -15,11 +15,11 @@ from perdure.core.trajectories import Array
 from perdure.experience.format import Record, contiguous, joined, record_length
 
 _LARGEST_BYTES = 2**20 + 2**18
-_BLOCKS = 128
+_BLOCKS = 256
 
 
 class MemoryBlocks:
-    """128 blocks of up to 1.25 MiB, lent to commits. Thread-safe."""
+    """256 blocks of up to 1.25 MiB, lent to commits. Thread-safe."""
 
     def __init__(self) -> None:
         # Blocks that have been used lie at the right end: those are lent first.

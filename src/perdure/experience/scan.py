@@ -21,6 +21,7 @@ from perdure.experience.segments import (
     SegmentScan,
     check_place,
     damage,
+    first_invalid,
     read_opening,
     scan_segment,
     segments_of,
@@ -129,7 +130,7 @@ def _scan_stream(
         if scan.end < scan.watermark:
             raise damage(
                 name,
-                scan.end,
+                first_invalid(view, scan.end),
                 "no valid record",
                 rule=f"{scan.watermark} bytes of this segment were durable",
             )
@@ -164,7 +165,8 @@ def _follow_chain(
         whole = map_segment(storage, name)
         view = map_segment(storage, name, opening.previous_length)
         if _checksum(view) != opening.previous_checksum:
-            raise damage(name, 0, "wrong checksum", rule=f"{here.file} records another one")
+            where = first_invalid(view, 0)
+            raise damage(name, where, "wrong checksum", rule=f"{here.file} records another one")
         if len(whole) > len(view):
             tails.append(Tail(name, len(view), len(whole) - len(view)))
         links.append((opening, view))

@@ -17,7 +17,7 @@ from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.scan import Extent, Span, Tail, map_segment, scan_incarnation
-from perdure.experience.segments import LOG_DIR, SegmentName, damage, segments_of
+from perdure.experience.segments import LOG_DIR, SegmentName, damage, first_invalid, segments_of
 
 SEAL_DIR = "seals"
 FORMAT = 1
@@ -148,7 +148,8 @@ def read_extent(storage: Storage, incarnation: IncarnationNumber, *, run_id: str
     for span in seal.control + seal.payload:
         view = map_segment(storage, span.name, span.valid_end)
         if xxhash.xxh3_64_intdigest(view) != span.checksum:
-            raise damage(span.name, 0, "wrong checksum", rule=f"sealed in {seal_path(incarnation)}")
+            where, rule = first_invalid(view, 0), f"sealed in {seal_path(incarnation)}"
+            raise damage(span.name, where, "wrong checksum", rule=rule)
     return _sealed(storage, incarnation, seal)
 
 

@@ -18,6 +18,7 @@ from perdure.experience.format import (
     ALIGNMENT,
     MAGIC,
     RecordHeader,
+    checksum_holds,
     decode_header,
     parse_record,
     record_body,
@@ -140,6 +141,17 @@ def walk_records(
         yield offset, header
         offset += header.length
         lsn += 1
+
+
+def first_invalid(view: memoryview, start: int) -> int:
+    """Where the first record at or behind ``start`` is that is not valid; ``start`` if none is."""
+    offset = start
+    while offset < len(view):
+        header = decode_header(view, offset)
+        if header is None or not checksum_holds(view, offset, header):
+            return offset
+        offset += header.length
+    return start
 
 
 def check_place(header: RecordHeader, name: SegmentName, *, offset: int, lsn: int) -> None:

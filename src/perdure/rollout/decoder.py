@@ -105,7 +105,7 @@ class Decoder:
         digest = ArraysDigest()
         for name, tensor in sorted(held.items()):
             tensor.copy_(incoming[name])
-            # Now it is in the caches.
+            # Now it is in the caches of the processor.
             digest.add(name, as_array(tensor))
         self._forward.refresh()
         self.clear()
@@ -159,8 +159,8 @@ class Decoder:
         targets, sources = table.compaction()
         if targets:
             table.move(targets, sources)
-            length = int(table.position[targets].max()) + 1
-            self._cache.move(targets, sources, length)
+            # The next step writes keys and values at the positions themselves.
+            self._cache.move(targets, sources, int(table.position[targets].max()))
 
     @torch.inference_mode()
     def step(self, table: SlotTable) -> tuple[Array, Array]:

@@ -19,7 +19,8 @@ from perdure.models.transformer import Attend, ModelConfig, causal_attention
 CACHE_LINE = 64
 """Bytes."""
 _CLEARED_TOGETHER = 64
-"""Positions: of few, those of the keys lie too far apart."""
+"""Positions. Of one slot the keys of a position are as far apart as the slot is long: to clear few
+at a time costs as much as to clear many."""
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -37,7 +38,8 @@ class KVCache:
     """Preallocated keys (layers, S, G, C, max_tokens) and values (layers, S, G, max_tokens, C).
 
     Keys lie transposed, so that scores are a plain matrix product. Positions beyond a row's end
-    hold zeros or leftovers; they are masked, and finite, so they weigh exactly nothing.
+    hold zeros or leftovers; they are masked, and finite where use was noted, so they weigh exactly
+    nothing.
 
     Args:
         config: Shape of the model.
@@ -62,9 +64,10 @@ class KVCache:
         self.keys = _zeros((*heads, size, max_tokens), device, dtype)
         self.values = _zeros((*heads, max_tokens, size), device, dtype)
         self.slots, self.max_tokens = slots, max_tokens
-        self._ready = self._stale = (0, 0)
-        # Slots and tokens. What was used since the last ``clear`` lies within the first; leftovers
-        # from before lie within the second and outside the first.
+        self._ready = 0, 0
+        """Slots and tokens within which everything lies that was used since the last ``clear``."""
+        self._stale = 0, 0
+        """Slots and tokens within which all leftovers from before lie, if not in what is ready."""
         self.writable = [
             (keys.permute(0, 3, 1, 2), values.transpose(1, 2))
             for keys, values in zip(self.keys, self.values, strict=True)
