@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import xxhash
 
-from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import Stream
 from perdure.core.records import SegmentOpened
@@ -61,6 +60,8 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class _StreamScan:
+    first: SegmentName
+    """Of the stream, whether it exists or not."""
     spans: tuple[Span, ...]
     tails: tuple[Tail, ...]
     other_durable: int
@@ -78,10 +79,10 @@ def scan_incarnation(storage: Storage, incarnation: IncarnationNumber, *, run_id
     """
     control = _scan_stream(storage, incarnation, Stream.CONTROL, run_id=run_id)
     payload = _scan_stream(storage, incarnation, Stream.PAYLOAD, run_id=run_id)
-    _require_records(Stream.PAYLOAD, incarnation, found=payload, promised_by=control)
+    _require_records(storage, payload, promised_by=control)
     if payload.other_durable > control.records:
         again = _scan_stream(storage, incarnation, Stream.CONTROL, run_id=run_id)
-        _require_records(Stream.CONTROL, incarnation, found=again, promised_by=payload)
+        _require_records(storage, again, promised_by=payload)
     tails = control.tails + payload.tails
     return Extent(incarnation, control.spans, payload.spans, tails, sealed=False)
 
@@ -122,6 +123,7 @@ def stream_segments(
 def _scan_stream(
     storage: Storage, incarnation: IncarnationNumber, stream: Stream, *, run_id: str
 ) -> _StreamScan:
+    first = SegmentName(incarnation, stream, 0)
     tails: list[Tail] = []
     other_durable = 0
     for name in reversed(stream_segments(storage, incarnation, stream)):
@@ -144,8 +146,8 @@ def _scan_stream(
             _check_head(scan, name, first_lsn=first_lsn)
             head = Span(name, scan.end, len(scan.records), _checksum(view[: scan.end]))
             all_tails = (*more_tails, *reversed(tails))
-            return _StreamScan((*spans, head), all_tails, other_durable)
-    return _StreamScan((), tuple(reversed(tails)), other_durable)
+            return _StreamScan(first, (*spans, head), all_tails, other_durable)
+    return _StreamScan(first, (), tuple(reversed(tails)), other_durable)
 
 
 def _follow_chain(
@@ -194,18 +196,16 @@ def _check_head(scan: SegmentScan, name: SegmentName, *, first_lsn: int) -> None
         check_place(header, name, offset=offset, lsn=lsn)
 
 
-def _require_records(
-    stream: Stream, incarnation: IncarnationNumber, *, found: _StreamScan, promised_by: _StreamScan
-) -> None:
+def _require_records(storage: Storage, found: _StreamScan, *, promised_by: _StreamScan) -> None:
     if found.records < promised_by.other_durable:
-        last = (
-            found.spans[-1].name.path if found.spans else SegmentName(incarnation, stream, 0).path
-        )
-        raise DamagedError(
-            f"{found.records} records",
-            where=f"{last} ({stream.value} stream of incarnation {incarnation})",
+        name, end = found.first, 0
+        if found.spans:
+            name, end = found.spans[-1].name, found.spans[-1].valid_end
+        raise damage(
+            name,
+            first_invalid(map_segment(storage, name), end),
+            f"no valid record; {found.records} records of the {name.stream.value} stream count",
             rule=f"{promised_by.other_durable} were durable",
-            way_out="restore the log from a copy; perdure audit lists everything that is damaged",
         )
 
 
