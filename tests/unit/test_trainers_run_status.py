@@ -8,6 +8,7 @@ from typing import Any
 import experience_records as make
 import pytest
 
+from perdure.cli.status_lines import lines
 from perdure.config import load_config
 from perdure.core.records import ControlRecord
 from perdure.experience.fold import fold
@@ -99,6 +100,21 @@ def test_an_engine_that_gives_nothing_is_named(engine: dict[str, Any], says: str
         status_of({**LIVE, "engines": [{**ENGINE, **engine}]}), held=True, run="runs/x"
     )
     assert says in why
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [("asleep", "engine a: asleep, version"), ("late", "engine a: quarantined, version")],
+)
+def test_an_engine_that_sleeps_while_the_learner_trains_is_not_called_quarantined(
+    reason: str, says: str
+) -> None:
+    engine = {**ENGINE, "state": "quarantined", "reason": reason, "version": 3}
+    live = {**LIVE, "activity_s": 1.0, "running_sessions": 0, "generated_tokens": 0}
+    status = status_of({**live, "engines": [engine]})
+    text = "\n".join(lines(status, held=True, ages_s={}, checkpoint="none"))
+    assert says in text
+    assert ("(late)" in text) == (reason == "late")
 
 
 def test_an_engine_that_nobody_asks_may_be_silent() -> None:

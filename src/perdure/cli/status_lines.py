@@ -94,9 +94,12 @@ def _process(status: RunStatus, *, held: bool) -> Iterator[str]:
     )
     for engine in live["engines"]:
         silent = f", silent for {engine['silent_s']:.1f} s" if engine["in_flight"] else ""
-        reason = f" ({engine['reason']})" if engine["reason"] else ""
+        # A colocated engine sleeps while the learner trains: nothing is wrong with it.
+        sleeps = engine["reason"] == "asleep"
+        state = "asleep" if sleeps else engine["state"]
+        reason = f" ({engine['reason']})" if engine["reason"] and not sleeps else ""
         yield (
-            f"  engine {engine['name']}: {engine['state']}, version {engine['version']},"
+            f"  engine {engine['name']}: {state}, version {engine['version']},"
             f" {engine['in_flight']} in flight{silent}{reason}"
         )
 

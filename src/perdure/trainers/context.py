@@ -60,8 +60,8 @@ class TrainContext:
     """Version of the weights that the step in progress began with; None if they were never
     published, and before its first local update."""
     timings_s: dict[str, float] = field(default_factory=dict[str, float])
-    activity: str = "start"
-    """What the loop is doing or waits for."""
+    activity: str = "bookkeeping"
+    """What the loop is doing or waits for; this one while it is nothing of note."""
     activity_since_s: float = 0.0
     """Monotonic time at which that began."""
     awaited_groups: int = 0
