@@ -58,7 +58,7 @@ def test_version() -> None:
 def test_a_mistyped_command_names_the_nearest() -> None:
     code, _, err = run("trian")
     assert code == 2
-    assert "Did you mean 'train'?" in err
+    assert "did you mean 'train'?" in err
 
 
 def test_a_task_without_its_file_is_told_of_it_beside_what_is_left_over() -> None:

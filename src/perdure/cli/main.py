@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -23,16 +23,18 @@ READER_LEFT = 141
 class _ReportingGroup(Group):
     """Prints what perdure refuses as one sentence; everything else is a bug and has a traceback."""
 
+    def make_context(self, info_name: Any, args: list[str], **more: Any) -> Any:
+        begin_command(json="--json" in args)
+        try:
+            return super().make_context(info_name, args, **more)
+        except UsageError as error:
+            _refuse(error)
+
     def invoke(self, ctx: Any) -> Any:
-        begin_command()
         try:
             return super().invoke(ctx)
         except UsageError as error:
-            refused = usage_refusal(error)
-            if refused is None:
-                raise
-            report_error(refused)
-            raise typer.Exit(refused.exit_code) from error
+            _refuse(error)
         except PerdureError as error:
             report_error(error)
             raise typer.Exit(error.exit_code) from error
@@ -44,6 +46,15 @@ class _ReportingGroup(Group):
             refused = file_refusal(error)
             report_error(refused)
             raise typer.Exit(refused.exit_code) from error
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """Say what is wrong with the command line; or show the help, if it names no command."""
+    refused = usage_refusal(error)
+    if refused is None:
+        raise error
+    report_error(refused)
+    raise typer.Exit(refused.exit_code) from error
 
 
 app = typer.Typer(

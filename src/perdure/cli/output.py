@@ -28,9 +28,9 @@ class _Command:
 _COMMAND: ContextVar[_Command | None] = ContextVar("command", default=None)
 
 
-def begin_command() -> None:
-    """Forget what the command before was about."""
-    _COMMAND.set(_Command())
+def begin_command(*, json: bool) -> None:
+    """Forget what the command before was about; this one was asked for JSON, or not."""
+    _COMMAND.set(_Command(json))
 
 
 def _command() -> _Command:

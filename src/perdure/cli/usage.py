@@ -1,4 +1,4 @@
-"""Command lines that cannot be read, in perdure's own words where the library's lead nowhere."""
+"""Command lines that cannot be read, told as every other error is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import typer
 
-from perdure.cli.output import errors_are_json
 from perdure.core.errors import ConfigError
 
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -14,13 +13,16 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def usage_refusal(error: Any) -> ConfigError | None:
-    """The four parts of a :data:`UsageError`; None where the library's own message is better.
+    """The four parts of a :data:`UsageError`; None where the library shows the help instead.
 
     Args:
         error: The library's error.
     """
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return None
     option = getattr(error, "option_name", None)
     context = error.ctx
+    path = context.command_path if context is not None else "perdure"
     if option is not None and context is not None and _takes_settings(context):
         name = str(option).lstrip("-").replace("-", "_")
         if not getattr(error, "possibilities", None):
@@ -28,12 +30,18 @@ def usage_refusal(error: Any) -> ConfigError | None:
                 f"no option {option}",
                 where="command line",
                 rule="settings are written key=value, without dashes",
-                way_out=f"write {name}=VALUE, or see `{context.command_path} --help`",
+                way_out=f"write {name}=VALUE, or see `{path} --help`",
             )
-    if not errors_are_json():
-        return None
-    path = context.command_path if context is not None else "perdure"
-    return ConfigError(error.format_message(), where="command line", way_out=f"see `{path} --help`")
+    message = str(error.format_message()).rstrip(".")
+    what, hint = message, ""
+    for mark in (". Did you mean ", " Did you mean ", " (Possible options: "):
+        before, found, names = message.partition(mark)
+        if found:
+            what, hint = before, f"did you mean {names.rstrip('?)')}? "
+            break
+    return ConfigError(
+        what[:1].lower() + what[1:], where="command line", way_out=f"{hint}see `{path} --help`"
+    )
 
 
 def _takes_settings(context: Any) -> bool:
