@@ -133,7 +133,8 @@ def test_checkpoints_are_verified(copy: Path) -> None:
     report = json.loads(run("ckpt", "verify", copy, "step-00000001-1", "--json")[1])
     assert report["checkpoints"] == [{"checkpoint": "step-00000001-1", "ok": True, "problems": {}}]
     code, out, _ = run("ckpt", "show", copy)
-    assert (code, "DAMAGED" in out) == (0, True)
+    assert code == 0
+    assert f"DAMAGED: model/{weights.name}: " in out
 
 
 def test_a_damaged_checkpoint_is_passed_over_aloud(copy: Path, tmp_path: Path) -> None:
@@ -198,6 +199,9 @@ def test_a_checkpoint_is_shown(trained: Path) -> None:
     assert ".safetensors" in out
     shown = json.loads(run("ckpt", "show", trained, "step-00000001-1", "--json")[1])
     assert shown["clocks"]["global_step"] == 1
+    assert json.loads(run("ckpt", "show", f"{trained}:step-00000001-1", "--json")[1]) == shown
+    found = json.loads(run("ckpt", "verify", f"{trained}:step-00000001-1", "--json")[1])
+    assert [one["checkpoint"] for one in found["checkpoints"]] == ["step-00000001-1"]
     assert shown["ok"] is True
 
 
@@ -257,6 +261,9 @@ def test_a_mistyped_checkpoint_names_the_nearest(trained: Path) -> None:
     code, _, err = run("ckpt", "show", trained, "step-00000009-1")
     assert code == 6
     assert "did you mean 'step-0000000" in err
+    code, _, err = run("ckpt", "show", trained, "newest")
+    assert code == 6
+    assert "name one of: step-00000001-1, step-00000002-1" in err
 
 
 def test_damage_in_the_log_is_refused(copy: Path) -> None:

@@ -138,7 +138,8 @@ def test_a_leading_zero_is_not_octal() -> None:
         (
             "",
             "files.qqq=1",
-            "command line: files.qqq = 1; unknown key; way out: use one of: folder, keep",
+            "command line: files.qqq = 1; unknown key; way out: "
+            "use one of: files.folder, files.keep",
         ),
         (
             "",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from perdure.core.records import Checkpointed
     from perdure.core.storage_api import Storage
 
+_SHOWN = 8
+"""So many names are listed at most, the newest."""
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")]
 
 
@@ -60,14 +62,21 @@ def find_checkpoint(records: Sequence[Checkpointed], name: str, run: Path) -> Ch
 
     by_name = {record.directory: record for record in records}
     if name not in by_name:
+        newest(records, run)  # says so if there is none at all
         close = nearest(name, by_name)
+        some = ", ".join(list(by_name)[-_SHOWN:])
         raise NothingToResumeError(
             f"no checkpoint {name!r}",
             where=str(run),
             rule="committed checkpoints are listed by `perdure ckpt list`",
-            way_out=f"did you mean {close!r}?" if close else "name one of the list",
+            way_out=f"did you mean {close!r}?" if close else f"name one of: {some}",
         )
     return by_name[name]
+
+
+def address_of(run: Path, checkpoint: str | None) -> tuple[Path, str | None]:
+    """A run and a checkpoint that are given as two arguments, or as ``RUN:CHECKPOINT``."""
+    return parse_address(str(run)) if checkpoint is None else (run, checkpoint)
 
 
 def parse_address(address: str) -> tuple[Path, str | None]:

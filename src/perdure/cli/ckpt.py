@@ -8,7 +8,14 @@ import typer
 
 from perdure.cli import checkpoints
 from perdure.cli.checkpoint_table import NONE_YET, Row, look_at, table
-from perdure.cli.checkpoints import RunArgument, describe, find_checkpoint, newest, set_aside
+from perdure.cli.checkpoints import (
+    RunArgument,
+    address_of,
+    describe,
+    find_checkpoint,
+    newest,
+    set_aside,
+)
 from perdure.cli.ckpt_diff import DIFF_EXAMPLES, diff_checkpoints
 from perdure.cli.ckpt_export import EXPORT_EXAMPLES, export_checkpoint
 from perdure.cli.ckpt_gc import GC_EXAMPLES, collect_checkpoints
@@ -91,6 +98,7 @@ def show_checkpoint(
     """Show what a checkpoint holds: clocks, lineage, components, files, segments."""
     from perdure.checkpoint.manifest import MANIFEST, directory_path
 
+    run, checkpoint = address_of(run, checkpoint)
     storage = open_run(run)
     records = checkpoints.committed_checkpoints(storage)
     record = find_checkpoint(records, checkpoint, run) if checkpoint else newest(records, run)
@@ -111,7 +119,8 @@ def show_checkpoint(
         stored = storage.read(f"{directory_path(record.directory)}/{MANIFEST}")
         print_json({**json_text.loads(stored), "ok": report.ok, **found})
         return
-    typer.echo(f"{record.directory}  {manifest.bytes:,} bytes  {'ok' if report.ok else 'DAMAGED'}")
+    verdict = "ok" if report.ok else f"DAMAGED: {report.reason}"
+    typer.echo(f"{record.directory}  {manifest.bytes:,} bytes  {verdict}")
     for title, pairs in (
         ("clocks", manifest.info.clocks),
         ("lineage", manifest.info.lineage),

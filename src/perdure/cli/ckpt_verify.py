@@ -11,7 +11,7 @@ import typer
 
 from perdure.cli import checkpoints
 from perdure.cli.checkpoint_table import NONE_YET
-from perdure.cli.checkpoints import RunArgument, describe, find_checkpoint, set_aside
+from perdure.cli.checkpoints import RunArgument, address_of, describe, find_checkpoint, set_aside
 from perdure.cli.output import JsonOption, print_json
 from perdure.cli.runs import open_run
 from perdure.core.cores import usable_cores
@@ -44,6 +44,7 @@ def verify_checkpoints(
 
     Damage is told by file and, where the manifest has checksums of them, by chunk of 8 MiB.
     """
+    run, checkpoint = address_of(run, checkpoint)
     storage = open_run(run)
     records = checkpoints.committed_checkpoints(storage)
     if checkpoint is not None:

@@ -85,7 +85,7 @@ def _key_hint(model_cls: type[Section], path: list[str], value: object) -> str:
     close = nearest(name, elsewhere)
     if close is not None:
         return f"did you mean {elsewhere[close]!r}?"
-    return f"use one of: {', '.join(sorted(fields))}"
+    return f"use one of: {', '.join('.'.join([*parents, field]) for field in sorted(fields))}"
 
 
 def _sections_at(model_cls: type[BaseModel], parents: Sequence[str]) -> list[type[BaseModel]]:
