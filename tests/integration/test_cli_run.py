@@ -264,6 +264,10 @@ def test_a_mistyped_checkpoint_names_the_nearest(trained: Path) -> None:
     code, _, err = run("ckpt", "show", trained, "newest")
     assert code == 6
     assert "name one of: step-00000001-1, step-00000002-1" in err
+    # As "$RUN:$CHECKPOINT" is while the second is empty.
+    for command in ("show", "verify"):
+        code, _, err = run("ckpt", command, f"{trained}:")
+        assert (code, "no checkpoint ''" in err) == (6, True)
 
 
 def test_damage_in_the_log_is_refused(copy: Path) -> None:

@@ -103,27 +103,86 @@ def test_log_flip_in_a_sealed_log_is_damage(path: str) -> None:
     assert _flips(path, close=True, stride=5)[1] == 0
 
 
-@pytest.mark.parametrize("close", [False, True])
-@pytest.mark.parametrize("path", [CONTROL, PAYLOAD])
-def test_log_damage_is_told_at_the_record_that_has_it(path: str, close: bool) -> None:
-    data = _log(close=close)[0][path]
-    view = memoryview(data)
+def _starts(data: bytes) -> list[int]:
+    """Where the records of a segment start, and its end."""
     starts = [0]
     while starts[-1] < len(data):
-        header = decode_header(view, starts[-1])
+        header = decode_header(memoryview(data), starts[-1])
         assert header is not None
         starts.append(starts[-1] + header.length)
-    assert len(starts) > 3
-    # Nothing vouches for the last control batch of a log that is not sealed.
-    last = -1 if close or path == PAYLOAD else -2
-    for start in starts[:last]:
-        storage = MemoryStorage()
-        _write(storage, close=close)
-        flipped = bytearray(data)
-        flipped[start + HEADER_BYTES] ^= 1
-        storage.damage(path, bytes(flipped))
-        with pytest.raises(DamagedError, match=rf"{path} at byte {start}: "):
-            read_head(storage)
+    return starts
+
+
+def _write_several(storage: MemoryStorage, *, close: bool) -> None:
+    """Several segments of each stream; batches of payload hold two records."""
+    make_run(storage)
+    claimed = make_claim(storage)
+    writer = open_writer(storage, claimed, segment_bytes=1200)
+    writer.append([started(claimed)])
+    for group in range(4):
+        writer.append([submitted(group)])
+        writer.flush(FLUSH_S)
+        writer.append([session_done(group), partials([8, 9], 3 * group, 3 * group + 3)])
+        writer.flush(FLUSH_S)
+    writer.append([submitted(4)])
+    writer.flush(FLUSH_S)
+    if close:
+        writer.close("done")
+
+
+def _damaged(path: str, data: bytes | None, *, close: bool) -> str:
+    """What is said of a log one of whose files has these bytes now, or is not there."""
+    storage = MemoryStorage()
+    _write_several(storage, close=close)
+    if data is None:
+        storage.remove(path)
+    else:
+        storage.damage(path, data)
+    with pytest.raises(DamagedError) as refused:
+        read_head(storage)
+    return str(refused.value)
+
+
+@functools.cache
+def _several(*, close: bool) -> dict[str, bytes]:
+    storage = MemoryStorage()
+    _write_several(storage, close=close)
+    return {path: data for path, data in storage.files().items() if path.startswith("log/")}
+
+
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("stream", ["control", "payload"])
+def test_log_damage_is_told_at_the_record_that_has_it(stream: str, close: bool) -> None:
+    files = _several(close=close)
+    paths = sorted(path for path in files if stream in path)
+    assert len(paths) >= 2
+    for path in paths:
+        starts = _starts(files[path])
+        # Nothing vouches for the last control batch of a log that is not sealed.
+        last = -2 if path == paths[-1] and stream == "control" and not close else -1
+        for start in starts[:last]:
+            flipped = bytearray(files[path])
+            flipped[start + HEADER_BYTES] ^= 1
+            assert f"{path} at byte {start}: " in _damaged(path, bytes(flipped), close=close)
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_log_what_is_missing_is_told_where_it_should_be(close: bool) -> None:
+    files = _several(close=close)
+    before, path = sorted(path for path in files if "payload" in path)[-2:]
+    starts = _starts(files[path])
+    assert len(starts) >= 3
+    for end, start in zip(starts[1:], starts, strict=False):
+        for cut in (start, start + 100):
+            said = _damaged(path, files[path][:cut], close=close)
+            # Of a sealed segment is known how long it was.
+            assert f"{path} at byte {cut if close else start}: " in said, (cut, end)
+    said = _damaged(path, None, close=close)
+    if close:
+        assert f"{path} at byte 0: the file is missing" in said
+    else:
+        assert f"{before} at byte {len(files[before])}: the payload stream ends after " in said
+        assert "restore the log from a copy" in said
 
 
 @pytest.mark.parametrize("path", ["seals/1.json", "run.json"])

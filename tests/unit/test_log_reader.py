@@ -345,7 +345,7 @@ def test_log_payload_that_only_a_count_vouches_for_may_not_be_missing() -> None:
     last = data.rindex(b"PLOG")
     storage.damage(PAYLOAD_0, data[:last])
     with pytest.raises(
-        DamagedError, match="no valid record; 2 records of the payload stream count; 3 were durable"
+        DamagedError, match="the payload stream ends after 2 records; 3 were durable"
     ):
         read_head(storage)
 

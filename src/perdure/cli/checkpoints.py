@@ -52,17 +52,19 @@ def newest(records: Sequence[Checkpointed], run: Path) -> Checkpointed:
     return records[-1]
 
 
-def find_checkpoint(records: Sequence[Checkpointed], name: str, run: Path) -> Checkpointed:
-    """The commit of the checkpoint called ``name``.
+def find_checkpoint(records: Sequence[Checkpointed], name: str | None, run: Path) -> Checkpointed:
+    """The commit of the checkpoint called ``name``; None: the newest.
 
     Raises:
         NothingToResumeError: There is none; names the nearest.
     """
     from perdure.config import nearest
 
+    last = newest(records, run)
     by_name = {record.directory: record for record in records}
+    if name is None:
+        return last
     if name not in by_name:
-        newest(records, run)  # says so if there is none at all
         close = nearest(name, by_name)
         some = ", ".join(list(by_name)[-_SHOWN:])
         raise NothingToResumeError(
@@ -82,9 +84,9 @@ def address_of(run: Path, checkpoint: str | None) -> tuple[Path, str | None]:
 def parse_address(address: str) -> tuple[Path, str | None]:
     """``RUN`` or ``RUN:CHECKPOINT``; a run whose name has a colon may be given as it is."""
     run, colon, checkpoint = address.rpartition(":")
-    if not colon or Path(address).is_dir():
+    if not colon or Path(address).is_dir() or not Path(run).is_dir():
         return Path(address), None
-    return Path(run), checkpoint or None
+    return Path(run), checkpoint
 
 
 def read_checkpoint(address: str) -> tuple[str, CheckpointReader]:
@@ -99,5 +101,5 @@ def read_checkpoint(address: str) -> tuple[str, CheckpointReader]:
     run, name = parse_address(address)
     storage = open_run(run)
     records = committed_checkpoints(storage)
-    record = find_checkpoint(records, name, run) if name else newest(records, run)
+    record = find_checkpoint(records, name, run)
     return record.directory, CheckpointReader(storage, committed_manifest(storage, record))

@@ -13,7 +13,6 @@ from perdure.cli.checkpoints import (
     address_of,
     describe,
     find_checkpoint,
-    newest,
     set_aside,
 )
 from perdure.cli.ckpt_diff import DIFF_EXAMPLES, diff_checkpoints
@@ -101,7 +100,7 @@ def show_checkpoint(
     run, checkpoint = address_of(run, checkpoint)
     storage = open_run(run)
     records = checkpoints.committed_checkpoints(storage)
-    record = find_checkpoint(records, checkpoint, run) if checkpoint else newest(records, run)
+    record = find_checkpoint(records, checkpoint, run)
     report = _verify(storage, record)
     manifest = report.manifest
     if manifest is None:

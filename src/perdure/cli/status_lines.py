@@ -95,7 +95,7 @@ def _process(status: RunStatus, *, held: bool) -> Iterator[str]:
     for engine in live["engines"]:
         silent = f", silent for {engine['silent_s']:.1f} s" if engine["in_flight"] else ""
         # A colocated engine sleeps while the learner trains: nothing is wrong with it.
-        sleeps = engine["reason"] == "asleep"
+        sleeps = (engine["state"], engine["reason"]) == ("quarantined", "asleep")
         state = "asleep" if sleeps else engine["state"]
         reason = f" ({engine['reason']})" if engine["reason"] and not sleeps else ""
         yield (

@@ -37,7 +37,7 @@ def usage_refusal(error: Any) -> ConfigError | None:
     for mark in (". Did you mean ", " Did you mean ", " (Possible options: "):
         before, found, names = message.partition(mark)
         if found:
-            what, hint = before, f"did you mean {names.rstrip('?)')}? "
+            what, hint = before, f"did you mean {names.rstrip('?)')}? Or "
             break
     return ConfigError(
         what[:1].lower() + what[1:], where="command line", way_out=f"{hint}see `{path} --help`"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from perdure.core.errors import DamagedError
 from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import Stream
 from perdure.core.records import SegmentOpened
@@ -20,11 +21,12 @@ from perdure.experience.segments import (
     SegmentScan,
     check_place,
     damage,
-    first_invalid,
     read_opening,
     scan_segment,
     segments_of,
+    valid_end,
     walk_records,
+    wrong_checksum,
 )
 
 
@@ -60,8 +62,9 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class _StreamScan:
-    first: SegmentName
-    """Of the stream, whether it exists or not."""
+    end: tuple[SegmentName, int]
+    """Where what counts is followed by something else; the end of the newest segment if by nothing.
+    """
     spans: tuple[Span, ...]
     tails: tuple[Tail, ...]
     other_durable: int
@@ -79,10 +82,10 @@ def scan_incarnation(storage: Storage, incarnation: IncarnationNumber, *, run_id
     """
     control = _scan_stream(storage, incarnation, Stream.CONTROL, run_id=run_id)
     payload = _scan_stream(storage, incarnation, Stream.PAYLOAD, run_id=run_id)
-    _require_records(storage, payload, promised_by=control)
+    _require_records(payload, promised_by=control)
     if payload.other_durable > control.records:
         again = _scan_stream(storage, incarnation, Stream.CONTROL, run_id=run_id)
-        _require_records(storage, again, promised_by=payload)
+        _require_records(again, promised_by=payload)
     tails = control.tails + payload.tails
     return Extent(incarnation, control.spans, payload.spans, tails, sealed=False)
 
@@ -123,20 +126,23 @@ def stream_segments(
 def _scan_stream(
     storage: Storage, incarnation: IncarnationNumber, stream: Stream, *, run_id: str
 ) -> _StreamScan:
-    first = SegmentName(incarnation, stream, 0)
+    end = (SegmentName(incarnation, stream, 0), 0)
     tails: list[Tail] = []
     other_durable = 0
-    for name in reversed(stream_segments(storage, incarnation, stream)):
+    names = stream_segments(storage, incarnation, stream)
+    for name in reversed(names):
         view = map_segment(storage, name)
         scan = scan_segment(view, name)
         if scan.end < scan.watermark:
             raise damage(
                 name,
-                first_invalid(view, scan.end),
+                valid_end(view, scan.end),
                 "no valid record",
                 rule=f"{scan.watermark} bytes of this segment were durable",
             )
         other_durable = max(other_durable, scan.other_durable)
+        if name == names[-1] or scan.size > scan.end:
+            end = (name, valid_end(view, scan.end))
         if scan.size > scan.end:
             tails.append(Tail(name, scan.end, scan.size - scan.end))
         if scan.records:
@@ -146,8 +152,8 @@ def _scan_stream(
             _check_head(scan, name, first_lsn=first_lsn)
             head = Span(name, scan.end, len(scan.records), _checksum(view[: scan.end]))
             all_tails = (*more_tails, *reversed(tails))
-            return _StreamScan(first, (*spans, head), all_tails, other_durable)
-    return _StreamScan(first, (), tuple(reversed(tails)), other_durable)
+            return _StreamScan(end, (*spans, head), all_tails, other_durable)
+    return _StreamScan(end, (), tuple(reversed(tails)), other_durable)
 
 
 def _follow_chain(
@@ -167,8 +173,7 @@ def _follow_chain(
         whole = map_segment(storage, name)
         view = map_segment(storage, name, opening.previous_length)
         if _checksum(view) != opening.previous_checksum:
-            where = first_invalid(view, 0)
-            raise damage(name, where, "wrong checksum", rule=f"{here.file} records another one")
+            raise wrong_checksum(name, view, rule=f"{here.file} records another one")
         if len(whole) > len(view):
             tails.append(Tail(name, len(view), len(whole) - len(view)))
         links.append((opening, view))
@@ -196,16 +201,14 @@ def _check_head(scan: SegmentScan, name: SegmentName, *, first_lsn: int) -> None
         check_place(header, name, offset=offset, lsn=lsn)
 
 
-def _require_records(storage: Storage, found: _StreamScan, *, promised_by: _StreamScan) -> None:
+def _require_records(found: _StreamScan, *, promised_by: _StreamScan) -> None:
     if found.records < promised_by.other_durable:
-        name, end = found.first, 0
-        if found.spans:
-            name, end = found.spans[-1].name, found.spans[-1].valid_end
-        raise damage(
-            name,
-            first_invalid(map_segment(storage, name), end),
-            f"no valid record; {found.records} records of the {name.stream.value} stream count",
+        name, offset = found.end
+        raise DamagedError(
+            f"the {name.stream.value} stream ends after {found.records} records",
+            where=f"{name.path} at byte {offset}",
             rule=f"{promised_by.other_durable} were durable",
+            way_out="restore the log from a copy; perdure audit lists everything that is damaged",
         )
 
 

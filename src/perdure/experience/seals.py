@@ -17,7 +17,7 @@ from perdure.core.ids import IncarnationNumber
 from perdure.core.record_types import Stream
 from perdure.core.storage_api import Storage
 from perdure.experience.scan import Extent, Span, Tail, map_segment, scan_incarnation
-from perdure.experience.segments import LOG_DIR, SegmentName, damage, first_invalid, segments_of
+from perdure.experience.segments import LOG_DIR, SegmentName, segments_of, wrong_checksum
 
 SEAL_DIR = "seals"
 FORMAT = 1
@@ -148,8 +148,7 @@ def read_extent(storage: Storage, incarnation: IncarnationNumber, *, run_id: str
     for span in seal.control + seal.payload:
         view = map_segment(storage, span.name, span.valid_end)
         if xxhash.xxh3_64_intdigest(view) != span.checksum:
-            where, rule = first_invalid(view, 0), f"sealed in {seal_path(incarnation)}"
-            raise damage(span.name, where, "wrong checksum", rule=rule)
+            raise wrong_checksum(span.name, view, rule=f"sealed in {seal_path(incarnation)}")
     return _sealed(storage, incarnation, seal)
 
 

@@ -143,15 +143,22 @@ def walk_records(
         lsn += 1
 
 
-def first_invalid(view: memoryview, start: int) -> int:
-    """Where the first record at or behind ``start`` is that is not valid; ``start`` if none is."""
+def valid_end(view: memoryview, start: int) -> int:
+    """Where the valid records that lie back to back from ``start`` on end."""
     offset = start
     while offset < len(view):
         header = decode_header(view, offset)
         if header is None or not checksum_holds(view, offset, header):
-            return offset
+            break
         offset += header.length
-    return start
+    return offset
+
+
+def wrong_checksum(name: SegmentName, view: memoryview, *, rule: str) -> DamagedError:
+    """The error for bytes that have another checksum than they had; names the first bad record."""
+    end = valid_end(view, 0)
+    # If every record is valid, the segment is another one from its start.
+    return damage(name, end if end < len(view) else 0, "wrong checksum", rule=rule)
 
 
 def check_place(header: RecordHeader, name: SegmentName, *, offset: int, lsn: int) -> None:

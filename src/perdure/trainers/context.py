@@ -61,7 +61,7 @@ class TrainContext:
     published, and before its first local update."""
     timings_s: dict[str, float] = field(default_factory=dict[str, float])
     activity: str = "bookkeeping"
-    """What the loop is doing or waits for; this one while it is nothing of note."""
+    """What the loop is doing or waits for; ``bookkeeping`` between activities."""
     activity_since_s: float = 0.0
     """Monotonic time at which that began."""
     awaited_groups: int = 0
